@@ -48,7 +48,7 @@ from rank_scripts import Ended, job
     assert json.loads(path.read_text()) == {"all_reduce float32 SUM": earlier}
 
     others = ["1", '{"17": {"0": 0}}', '{"40": {"0": 1}}', '{"17": {"a": 1}}',
-              '{"17": {"0": 4294967296}}']
+              '{"17": {"0": 4294967296}}', '{"17": {"0": Infinity}}', "[" * 99999]
     for bad in "[", "[]", "1", *('{"all_reduce float32 SUM": %s}' % each for each in others):
         write(bad)
         (measured,) = measure(20)

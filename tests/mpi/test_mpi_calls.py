@@ -47,6 +47,15 @@ def left(group):
     return group.next_check - group.sequence - 1
 
 
+def check_all_reduce(team, count):
+    """Check the result of a call; return the Python calls that it made."""
+    call = Call("all_reduce", team, F32, count, SUM)
+    with record_python_calls() as seen:
+        call.start()
+    call.check()
+    return seen
+
+
 def ensure_uncompared(group):
     """Make calls until the next call does not compare the call records."""
     if left(group) < 1:
@@ -261,11 +270,7 @@ def test_short_calls_run_natively_before_the_placement_is_known(world, monkeypat
     for count, runs in ((3, []), (1 << 21, ["all_reduce"]), (3, [])):
         Call("all_reduce", made, F32, count, SUM).run()
         ensure_uncompared(made.group)
-        call = Call("all_reduce", made, F32, count, SUM)
-        with record_python_calls() as seen:
-            call.start()
-        call.check()
-        assert seen == runs
+        assert check_all_reduce(made, count) == runs
     dist.destroy_process_group(made.group)
 
 
@@ -278,9 +283,5 @@ def test_short_calls_between_nodes_run_natively(world, monkeypatch):
     for count, runs in ((3, []), (1 << 19, ["all_reduce"])):  # the larger by the route hierarchical
         for _ in range(2):
             Call("all_reduce", made, F32, count, SUM).run()
-        call = Call("all_reduce", made, F32, count, SUM)
-        with record_python_calls() as seen:
-            call.start()
-        call.check()
-        assert seen == runs
+        assert check_all_reduce(made, count) == runs
     dist.destroy_process_group(made.group)

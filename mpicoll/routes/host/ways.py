@@ -41,6 +41,7 @@ _NAMES = {
 _CLASS_COUNT = 40
 #: Maximum size of a file, which is sent to all ranks.
 _MAX_FILE_BYTES = 2**20
+_PARSE_ERRORS = ValueError, TypeError, AttributeError, OverflowError, RecursionError
 
 #: Nanoseconds by kind of call, exponent of the bytes, and way.
 Times = dict[str, dict[int, dict[int, int]]]
@@ -63,7 +64,7 @@ class Ways:
             if group.rank() == 0:
                 self._path = _path(f"{group.size()} ranks on {processors}")
             text = control_messages.bcast(group.tested, _read(self._path), 0, str)
-            with suppress(ValueError, TypeError, AttributeError):  # not such a file
+            with suppress(*_PARSE_ERRORS):
                 self._known = _parse(text)
 
     def make(self, kind: str) -> int:
@@ -145,7 +146,7 @@ def _read(path: Path | None) -> str:
 
 
 def _parse(text: str) -> Times:
-    """Return the content of a file. Raises ValueError, TypeError or AttributeError for others."""
+    """Return the content of a file. Raises one of _PARSE_ERRORS for other content."""
     found: Times = {}
     for kind, sizes in json.loads(text).items():
         found[kind] = {

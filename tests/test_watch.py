@@ -420,8 +420,8 @@ def test_monitor_rejects_a_head_without_the_secret(nodes):
         (3, "load()", ("rank 1: in Python, after call", "in load")),
         (99, "ctypes.PyDLL(None).sleep(1000)", ("rank 1: in Python, after call",)),
         (99, "os.kill(os.getpid(), signal.SIGSTOP)", ("rank 1: stopped",)),
-        # Its own timeout is over after the other ranks'.
-        (99, "time.sleep(1); dist.recv(x, 0)", ("rank 1: in Python, after call", "in recv")),
+        # It waits longer than the other ranks, which therefore time out first.
+        (99, "dist.irecv(x, 0).wait(60)", ("rank 1: in Python, after call", "in wait")),
     ],
     ids=["asleep", "holds the interpreter lock", "stopped", "in a receive"],
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,23 @@ def aim_cell(aim: Aim) -> str:
     """Return the measured value and the verdict."""
     note = f" ({aim.note})" if aim.note else ""
     if aim.measured is None:
-        return f"{aim.verdict}{note}"
+        return f"{aim.verdict}{note}" if note else "-"
     spread = "" if aim.spread is None else f" +-{aim.spread:.2f}"
     return f"{aim.measured:.2f}{spread} {aim.verdict}{note}"
 
 
-def section_table(found: Sequence[Results], section: str, keys: Sequence[str]) -> list[str]:
-    """Return all measurements of a section: medians, and spreads in percent."""
+def section_table(
+    found: Sequence[Results], section: str, keys: Sequence[str], sizes: Container[int] | None = None
+) -> list[str]:
+    """Return the measurements of a section: medians, and spreads in percent.
+
+    sizes: in bytes; None for all.
+    """
     found = [results for results in found if results.find(section=section)]
-    every = [results.find(section=section) for results in found]
+    every = [
+        [one for one in results.find(section=section) if sizes is None or one["bytes"] in sizes]
+        for results in found
+    ]
     rows = rows_of(every, keys)
     heads, columns = list(keys), []
     for results, each in zip(found, every, strict=True):
@@ -237,7 +245,7 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
             "reproducible": section_table(found, "reproducible", ("bytes", "dtype", "how")),
             "overlap": overlap_table(found),
             "growth": times_table(found, ("primitive", "bytes", "ranks"), section="growth"),
-            "contest": section_table(found, "contest", ("bytes",)),
+            "contest": section_table(found, "contest", ("bytes",), SHOWN),
             "aims": aims_table(found),
             "slower": slower_table(found),
         },

@@ -120,7 +120,7 @@ def measure_everything(cpu: str, factor: float = 1.0) -> Any:
         measured("mpicoll", "all_reduce", MIB, 1e-5, section="growth", ranks=4),
         *(measured("mpicoll", "all_reduce", KIB, 1e-5, section="overlap", part=part)
           for part in ("pure", "compute", "beside", "in turn")),
-        measured("oneCCL", "all_reduce", KIB, 4e-6, section="contest"),
+        measured("oneCCL", "all_reduce", MIB, 4e-6, section="contest"),
         cpu=cpu,
     )  # fmt: skip
 

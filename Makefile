@@ -233,7 +233,7 @@ lint: $(VENV)/.test  ## ruff, mypy, and whether the tables of the pages are thos
 
 BENCHED := $(or $(MPI),mpich openmpi)
 BENCHED_OTHERS := $(if $(MPI),,impi oneccl deepspeed vllm)
-bench:  ## mpicoll beside MPI alone, Gloo, oneCCL and DeepSpeed, or with MPI=...; ARGS='--help'
+bench:  ## mpicoll beside MPI alone, Gloo, oneCCL, DeepSpeed and vLLM, or with MPI=...; ARGS='--help'
 	@for mpi in $(BENCHED); do \
 	    $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
 	TORCH='$(TORCH)' $(PYTHON) benchmarks/compare.py $(foreach mpi,$(BENCHED),$(mpi)=$(call venv,$(mpi))) \

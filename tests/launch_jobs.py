@@ -27,7 +27,7 @@ __all__ = ["LIMIT", "PROCESSES", "TORCHRUN", "VENDOR", "Ended", "Job", "job", "m
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 #: Seconds after which a job counts as hanging. Most take two.
-LIMIT = 40
+LIMIT = 90
 
 VENDOR = run_program(
     sys.executable, "-c", "import mpi4py; mpi4py.rc.initialize = False\n"

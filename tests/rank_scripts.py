@@ -29,7 +29,7 @@ __all__ = [
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 #: Seconds after which a job counts as hanging. Most take two.
-LIMIT = 25
+LIMIT = 40
 
 READY = """
 def ready():  # the test may send its signal

@@ -212,8 +212,8 @@ def init_process_group(
         level = levels.parse(reproducible, None, where)
         if store is not None or _ranks is not None:
             raise UnsupportedError(
-                f"{where}: store and _ranks are not supported, because ranks meet through MPI; "
-                "leave them out"
+                f"{where}: store and _ranks are not supported, because ranks connect through "
+                "MPI; omit them"
             )
         backends.warn_about_options(pg_options, where)
     except Exception as error:
@@ -558,7 +558,8 @@ def _end_without_mpi(why: str) -> None:
 def _close_quietly() -> None:
     """End the groups of a program that did not call destroy_process_group.
 
-    Makes no collective calls: other ranks may still be busy, and MPI_Finalize waits for them.
+    Makes no collective calls: other ranks may still be busy, and MPI_Finalize waits for them. Ends
+    the job if work is still pending, or no call has raised an error of the devices.
     """
     global _watchdog
     watchdog, _watchdog = _watchdog, None

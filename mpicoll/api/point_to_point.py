@@ -64,6 +64,8 @@ def recv(
 ) -> int:
     """Receive an array from another rank.
 
+    src, group_src: the sender, as a global rank or as a rank in the group; by default any rank.
+
     Returns the global rank of the sender, or -1 on a rank outside the group.
 
     Raises MPIError if the message has another size, and MismatchError if it has another dtype.

@@ -72,9 +72,9 @@ def new_group(
 
     Returns the group, or GroupMember.NON_GROUP_MEMBER on a rank that is not a member.
 
-    Raises ArgumentError (a ValueError) also for a communicator without this process, with ranks
-    outside the default group or between two groups; MismatchError on all members if reproducible
-    differs.
+    Raises ArgumentError (a ValueError) also for an inter-communicator, and for a communicator
+    without this process or with ranks outside the default group; MismatchError on all members if
+    reproducible differs.
     """
     where = "new_group"
     world = default_group()

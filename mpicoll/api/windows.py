@@ -171,8 +171,9 @@ class Window:
         offset = check_index(offset, f"{where}: target_offset_nelems")
         if not 0 <= offset <= theirs.size - view.count:
             raise ArgumentError(
-                f"{where}: target_offset_nelems: {format_count(view.count, 'element')} do not fit "
-                f"at element {offset} of the {theirs.size} that rank {dst} has registered"
+                f"{where}: target_offset_nelems: cannot write "
+                f"{format_count(view.count, 'element')} at element {offset} of the {theirs.size} "
+                f"that rank {dst} has registered"
             )
         if view.buffer is None:
             view = view.contiguous()

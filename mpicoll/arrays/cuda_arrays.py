@@ -99,7 +99,7 @@ def _find_dtype(kind: np.dtype[Any], where: str) -> DType:
 
 
 def get_runtime(where: str) -> runtime.Runtime:
-    """Return the CUDA runtime. If there is none, the error message contains ``where``."""
+    """Return the Runtime (CUDA through CuPy). Raises UnsupportedError that names ``where``."""
     try:
         return runtime.get_runtime()
     except UnsupportedError as error:

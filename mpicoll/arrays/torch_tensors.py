@@ -76,8 +76,8 @@ def _build_adapter(torch: ModuleType) -> Adapter:
             )
         if writable and (tensor.is_neg() or tensor.is_conj()):
             raise UnsupportedError(
-                f"{where}: a lazy conjugate or negative view cannot be an output; pass "
-                "resolve_conj().resolve_neg()"
+                f"{where}: a lazy conjugate or negative view cannot be an output; assign x = "
+                "x.resolve_conj().resolve_neg() and pass x"
             )
 
     streams = CurrentStreams(

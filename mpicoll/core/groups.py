@@ -211,7 +211,7 @@ class ProcessGroup(Calls):
             time.sleep(10e-6)
 
     def give(self, task: Callable[[], None]) -> Worker:
-        """Submit a task to the progress thread, and return that Worker."""
+        """Submit a task to the group's progress thread. Return its Worker."""
         with self._changing:
             if self.worker is None:
                 warn_if_serialized(self.ranks[self._rank])

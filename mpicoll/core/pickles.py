@@ -122,8 +122,8 @@ class _RestrictedUnpickler(pickle._Unpickler):
     functions, NumPy objects and objects with other references, such as members of an Enum, are
     never changed.
 
-    Only opcodes of protocol 5 are allowed. An older opcode, for extensions, would look up objects
-    without ``find_class``.
+    Only the opcodes that mpicoll's pickles need are allowed. Those for extensions (copyreg) would
+    look up objects without ``find_class``.
     """
 
     # Inherited attributes, for type checkers.
@@ -176,8 +176,10 @@ class _RestrictedUnpickler(pickle._Unpickler):
         self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
     def refuse(self) -> None:
-        """Reject an opcode that protocol 5 does not write."""
-        raise RefusedPickleError("the bytes received are not a pickle of protocol 5")
+        """Reject an opcode that mpicoll's pickles do not need."""
+        raise RefusedPickleError(
+            "a received pickle has an opcode that restricted_pickle does not allow"
+        )
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> tuple[Any, int]:

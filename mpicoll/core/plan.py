@@ -46,14 +46,14 @@ class NativeCall(NamedTuple):
     """A function of the C library that the native fast path calls (``kernels/src/calls.c``).
 
     owner:     keeps the memory of ``argument`` alive. The fast path calls its method
-               ``finish(result, send, recv, extent)`` if the function returns another result than 1:
+               ``finish(result, send, recv, extent)`` if the function returns a result other than 1:
                the method completes the call or raises its error.
     shape:     the argument list of the function, a constant of ``mpicoll.kernels.calls``.
     function, argument: addresses of the function and of its first argument.
     min_count, end_count: block counts that it serves; ``end_count`` is excluded.
-    inline_check: address of a function that returns whether all ranks have entered an async call,
-               its first argument, and how long it waits for them in nanoseconds. Without one, async
-               calls are left to Python.
+    inline_check: function, its first argument, and timeout in nanoseconds. The function returns
+               whether all ranks have entered an async call, which then runs inline. (0, 0, 0):
+               Python runs async calls.
     """
 
     owner: Any

@@ -61,7 +61,7 @@ def agree(comm: MPI.Intracomm, mine: Mapping[str, str]) -> None:
     raise LaunchError(
         "init_process_group: the ranks do not run the same mpicoll: "
         f"{' | '.join(told[:_FEW])}{' ...' if len(told) > _FEW else ''}. Install the same version "
-        "on every node, and set the same values on every rank"
+        f"on every node, and set {settings.TESTED_CALLS.name} alike on every rank"
     )
 
 

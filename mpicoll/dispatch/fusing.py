@@ -193,7 +193,7 @@ class Entries:
         if isinstance(output, View):
             return output
         count: int = self.counts[place]
-        return View(output, dtype, count, output, lambda it: _carried(it, dtype).view(dtype.numpy))
+        return View(output, dtype, count, output, lambda it: _as_array(it, dtype).view(dtype.numpy))
 
 
 def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:
@@ -217,8 +217,8 @@ def _find_overlap(
     return tuple(sorted(order[found[0] : found[0] + 2].tolist())) if len(found) else None
 
 
-def _carried(buffer: Buffer, dtype: DType) -> Array:
-    """Return the elements in a buffer, as NumPy's buffers have them."""
+def _as_array(buffer: Buffer, dtype: DType) -> Array:
+    """Return a buffer as a NumPy array, of unsigned integers if buffers cannot have the dtype."""
     if isinstance(buffer, np.ndarray):
         return buffer
     return np.frombuffer(buffer, dtype.numpy if dtype.buffers else views.CARRIERS[dtype.itemsize])

@@ -167,7 +167,7 @@ class MessageWork(Work):
                 raise MPIError(
                     f"{self.description}: the message from rank {self._source} has "
                     f"{format_count(got, 'byte')}, the array {expected}: sender and receiver must "
-                    "give arrays of one size"
+                    "give arrays of the same size"
                 )
             message.copy()
         self._end(None)
@@ -208,7 +208,9 @@ class MessageWork(Work):
         return True
 
     def _check_peer(self) -> None:
-        """End the wait for a rank that has ended, or in a broken group, after one last test."""
+        """Complete this message with an error if its peer has departed, its group has failed or its
+        dtype differs, unless a last test completes it. Also receive status messages.
+        """
         if self._group.error is not None and not self.poll():
             self._give_up(self._group.failure())
             return
@@ -250,7 +252,7 @@ class MessageWork(Work):
             MismatchError(
                 f"{self.description}: expected a message of {message.view.dtype} with tag "
                 f"{self._tag}, got one of {dtype} from rank {group.ranks[status.Get_source()]}: "
-                "sender and receiver must give arrays of one dtype"
+                "sender and receiver must give arrays of the same dtype"
             )
         )
 

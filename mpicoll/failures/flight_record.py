@@ -161,11 +161,10 @@ def answer() -> None:
 
 
 def wait_for_others() -> bool:
-    """Wait until all ranks have recorded a failure, before this rank ends the job. Return whether
-    they have.
+    """Wait until all other ranks have written their records or departed, before this rank ends the
+    job. Return False after _RECORDS_TIMEOUT_S.
 
-    Only neighbours send notices. In a job with more ranks, the time for the notices to spread is
-    fixed.
+    Only neighbours send notices, so a job with other ranks than these waits until the timeout.
     """
     while time.monotonic() < _wait_end:
         default = state.default  # another thread may close it meanwhile

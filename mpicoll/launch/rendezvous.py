@@ -166,8 +166,8 @@ def find_rendezvous(
 
     limit: timeout of torchrun's store in seconds.
 
-    Raises UnsupportedError for an unknown init_method, and ArgumentError if its address or a rank
-    is missing or invalid.
+    Raises UnsupportedError for an unknown init_method, ArgumentError if its address or a rank is
+    missing or invalid, and LaunchError if torchrun's store cannot be reached.
     """
     scheme, rest = (init_method or "env://").partition("://")[::2]
     if scheme not in ("mpi", "env", "tcp", "file"):
@@ -259,8 +259,11 @@ def _open_agent_store(environment: Mapping[str, str], limit: float) -> Store:
 
         host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         store = TCPStore(host, port, timeout=timedelta(seconds=limit))
-    except (ImportError, KeyError, RuntimeError) as error:
-        raise LaunchError(f"{_WHERE}: torchrun's store cannot be reached: {error}") from error
+    except (ImportError, KeyError, ValueError, RuntimeError) as error:
+        raise LaunchError(
+            f"{_WHERE}: torchrun's store cannot be reached: {error!r}; check MASTER_ADDR and "
+            "MASTER_PORT"
+        ) from error
     # The prefix is the same after a restart, because each agent counts restarts separately. A
     # stale address of an earlier attempt does not connect, and is read again.
     return PrefixStore("mpicoll", store)  # type: ignore[no-any-return]

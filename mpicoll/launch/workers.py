@@ -62,7 +62,8 @@ class Worker:
     _process: subprocess.Popen[bytes] | None = None
 
     def prepare(self, size: int) -> Place:
-        """Return the place of this worker. On rank 0, start the server.
+        """Return this worker's node, host address and a free port. On rank 0 of several, also start
+        the server and return its address.
 
         size: number of ranks, on rank 0; 0 on other ranks.
         """

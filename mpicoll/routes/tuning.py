@@ -201,7 +201,7 @@ job = _Job()
 
 
 def _nearest(known: Mapping[int, Rows], kind: str, ranks: int) -> dict[str, Steps]:
-    """Return, by placement, the steps of the closest number of ranks that has the placement."""
+    """Return the steps of each placement, for the number of ranks closest to ``ranks`` by ratio."""
     row: dict[str, Steps] = {}
     for n in sorted(known, key=lambda n: (max(n, ranks) / min(n, ranks), n), reverse=True):
         row.update(known[n].get(kind, {}))

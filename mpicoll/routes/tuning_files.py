@@ -113,7 +113,7 @@ def _step(pair: Iterable[Any]) -> tuple[int, str]:
 def _check(kind: str, place: str, steps: Steps) -> None:
     """Raise ValueError if a name is unknown or sizes are out of order."""
     if kind not in KINDS:
-        raise ValueError(f"row name: expected one of {', '.join(KINDS)}, got {kind!r}")
+        raise ValueError(f"KIND: expected one of {', '.join(KINDS)}, got {kind!r}")
     if place not in PLACES:
         raise ValueError(f"{kind}: placement: expected one of {', '.join(PLACES)}, got {place!r}")
     sizes = [least for least, _ in steps]

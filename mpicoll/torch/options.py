@@ -168,7 +168,7 @@ def unwrap_tensor(name: str, tensors: Tensor | Tensors, opts: object = None) -> 
         (tensors,) = tensors
     which = getattr(opts, "rootTensor", 0)
     if which != 0:
-        raise ArgumentError(f"{name}: invalid root tensor: {which}; expected 0")
+        raise ArgumentError(f"{name}: invalid root tensor: {which}; rootTensor must be 0")
     return tensors
 
 

@@ -96,7 +96,8 @@ class TorchWindow:
         self._core.unified(rank)  # raises if nothing is registered, and for an unknown rank
         if rank != self._core.group.rank():
             raise UnsupportedError(
-                f"map_remote_tensor: the tensor of rank {rank} cannot be mapped here; use put"
+                f"map_remote_tensor: mapping the tensor of another rank ({rank}) is not supported; "
+                "use put"
             )
         own = self._get_own()
         if own is None:

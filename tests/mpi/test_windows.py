@@ -232,7 +232,7 @@ def test_argument_errors_are_raised_locally(world, window):
     empty = Window(world.group)
     no_tensor = "tensor_register"
     for call, words in (
-        (lambda: made.put(x, 0, 991, True), "10 elements do not fit at element 991"),
+        (lambda: made.put(x, 0, 991, True), "cannot write 10 elements at element 991"),
         (lambda: made.put(x.astype("f4"), 0, 0, False), "float64.*float32"),
         (lambda: made.register(x), "has a tensor already"),
         (lambda: empty.put(x, 0, 0, False), no_tensor),

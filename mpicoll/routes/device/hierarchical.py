@@ -109,13 +109,13 @@ class Levels(RouteState):
     """The nodes and rails of a group.
 
     nodes:   ranks of each node.
-    places, place: position of each rank, and of this one.
-    here:    the ranks of this rank's node.
-    rails:   number of rails.
-    on_rail: this rank is on a rail: the one with the number of its place on its node.
-    even:    all ranks are on rails.
-    inside:  subgroup of this rank's node; None if it has one rank.
-    along:   subgroup of this rank's rail; None if it is not on a rail.
+    places, place: node, and index on that node, of each rank, and of this one.
+    here:    ranks on this rank's node.
+    rails:   number of rails: the size of the smallest node.
+    on_rail: whether this rank is on a rail, whose number is its index on the node.
+    even:    whether all ranks are on rails.
+    inside:  Agreement of this rank's node; None if the node has one rank.
+    along:   Agreement of this rank's rail; None if it is not on a rail.
     """
 
     can_fail_on_device = True

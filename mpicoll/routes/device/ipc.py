@@ -271,7 +271,10 @@ class MappedArrays(RouteState):
             memory = context.replace_scratch(-(-max(nbytes, memory.nbytes) // BLOCK) * BLOCK)
             exported = self._export(memory.address)
         if exported is None:
-            raise DistBackendError("the driver does not export the memory that it has allocated")
+            raise DistBackendError(
+                "CUDA gives no IPC handle for memory that mpicoll has allocated on the GPU; set "
+                "MPICOLL_DEVICE_ROUTE=staged on all ranks"
+            )
         return memory, exported
 
     def _copied(

@@ -120,7 +120,8 @@ class Agreement:
             self._negotiate_route(hierarchical.ROUTE)
         if forced in self.missing:
             raise UnsupportedError(
-                f"{eligibility.FORCED}={forced}: {self.missing[forced]}; unset it"
+                f"{eligibility.FORCED}={forced}: {self.missing[forced]}; unset it, or "
+                "choose another route"
             )
         requested = [name for name in self.states if registry.DEVICE[name].policy.on_request]
         best_first = (*(() if forced else requested), *eligible)

@@ -132,8 +132,8 @@ class _Step(NamedTuple):
 
 
 class _BySize(Implementation):
-    """Calls with equal blocks, each by the route for its size; calls with different blocks, by the
-    first route that serves them.
+    """Implementation that selects the route by block size. Calls with different block sizes use the
+    first route that supports them.
     """
 
     def __init__(self, kind: CallKind, row: dict[str, Steps]) -> None:

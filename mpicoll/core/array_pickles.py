@@ -76,9 +76,8 @@ for _one in (*_DTYPES.values(), *map(np.dtype, ("S", "U", "V", "M8", "m8", "q", 
 
 
 def get_reducers() -> dict[type, Callable[[Any], Any]]:
-    """Return these reducers and copyreg's, which the program may extend.
-
-    A pickler is slower with a ChainMap.
+    """Return a dispatch table for a pickler: copyreg's reducers, replaced by this module's for
+    NumPy types. A dict, because a pickler is slower with a ChainMap.
     """
     return {**copyreg.dispatch_table, **_REDUCERS}
 
@@ -145,7 +144,7 @@ def _count_elements(shape: object) -> int:
 
 
 def rebuild_array(spec: object, shape: Any, fortran: object, data: Any) -> np.ndarray[Any, Any]:
-    """Return the array on the memory of ``data``."""
+    """Return an array on the memory of ``data``. Raises RefusedPickleError if its size is wrong."""
     dtype, size = rebuild_dtype(spec), memoryview(data).nbytes
     # If elements had no bytes, a shape of any size would fit.
     if not dtype.itemsize or _count_elements(shape) * dtype.itemsize != size:

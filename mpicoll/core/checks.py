@@ -67,7 +67,7 @@ def build_views(
 
 
 def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
-    """Return whether the call writes this rank's output. An in-place primitive may only read it."""
+    """Return whether the call writes this rank's output; False on the source of a broadcast."""
     me = group.rank()
     if primitive.root and primitive.layout is Layout.IN_PLACE:
         return (root == me) is (primitive.root == "dst")
@@ -86,7 +86,7 @@ def check_operation(primitive: Primitive, op: object, dtype: DType) -> ReduceOp:
     """Return the reduce operation for ``op`` (see ``find_operation``), checked against a dtype.
 
     Raises UnsupportedError if the operation or its factor does not support the dtype, and
-    ArgumentError for a PREMUL_SUM without a factor.
+    ArgumentError for a PREMUL_SUM without a factor or with one too large for the dtype.
     """
     where = f"{primitive.name}: op"
     found = find_operation(op, where)
@@ -124,7 +124,7 @@ def find_operation(op: object, where: str) -> ReduceOp:
 
 
 def _of_mpi(op: object) -> ReduceOp | None:
-    """Return the first row of the table for an operation of mpi4py, or None."""
+    """Return the first ReduceOp that corresponds to an Op of mpi4py, or None."""
     mpi = sys.modules.get("mpi4py.MPI")  # if it is not loaded, ``op`` is not an MPI operation
     if mpi is None or not isinstance(op, mpi.Op):
         return None
@@ -132,7 +132,7 @@ def _of_mpi(op: object) -> ReduceOp | None:
 
 
 def _of_torch(op: object) -> ReduceOp | None:
-    """Return the row for a ReduceOp or RedOpType of torch.distributed, or None."""
+    """Return mpicoll's ReduceOp for a ReduceOp or RedOpType of torch.distributed, or None."""
     if type(op).__module__.partition(".")[0] != "torch":
         return None
     name = getattr(getattr(op, "op", op), "name", "")
@@ -166,7 +166,7 @@ def _check_disjoint(where: str, outputs: ViewList) -> None:
 def _blocks_of_ranks(
     primitive: Primitive, group: ProcessGroup, output: Arrays, input: Arrays, root: int
 ) -> Views:
-    """Check the block of this rank, and the blocks of all ranks if this rank has them."""
+    """Build the views if one side is this rank's block, and the other the blocks of all ranks."""
     n, me = group.size(), group.rank()
     gathers = primitive.layout is Layout.GATHERED
     of_output = output, primitive.at_output, primitive.output
@@ -230,7 +230,7 @@ def _blocks_of_ranks(
 def _exchanged(
     primitive: Primitive, group: ProcessGroup, output: Arrays, input: Arrays, splits: Splits
 ) -> Views:
-    """Check the blocks that this rank sends to and receives from each rank."""
+    """Build the views if this rank sends a block to each rank and receives one from each."""
     n, me = group.size(), group.rank()
     of_output, of_input = primitive.at_output, primitive.at_input
     send: View

@@ -194,7 +194,7 @@ class ProcessGroup(Calls):
 
     @property
     def begun(self) -> int:
-        """Return the number of collectives started."""
+        """Return the number of collectives started, including the creation of groups."""
         return self.sequence + self.formed
 
     def busy(self) -> bool:
@@ -253,7 +253,7 @@ class ProcessGroup(Calls):
     def check_whole(self) -> None:
         """Raise what ``check_open`` does, and the group's error if a call has timed out.
 
-        One that has lost a rank is what survivors make groups of.
+        Accepts a group that has lost a rank, because survivors create new groups from it.
         """
         self.check_open()
         if isinstance(self.error, CollectiveTimeoutError):
@@ -301,7 +301,9 @@ class ProcessGroup(Calls):
                 self.fail(error, pending=True)
 
     def find_failure(self) -> DistBackendError | None:
-        """Return the known error of device work that ended without its results, None for none."""
+        """Call ``check_device_errors``. Return a copy of the group's error, None if there is none
+        or the group has no device work.
+        """
         self.check_device_errors()
         return self.failure() if self.error is not None and self.device_error is not None else None
 
@@ -357,7 +359,7 @@ class ProcessGroup(Calls):
         return with_wait(self.inner, self.wait_for)
 
     def failure(self) -> DistBackendError:
-        """Return a copy of the group's error, without its traceback, to be raised."""
+        """Return a copy of the group's error for the caller to raise. Clears ``pending_error``."""
         assert self.error is not None
         self.pending_error = None
         return copy(self.error)
@@ -469,7 +471,7 @@ class _State:
     def count_group(self, members: tuple[int, ...] = ()) -> int:
         """Count a new group; return its number since init, from 1 on.
 
-        members: given if only they have called.
+        members: given if only they call new_group. Each set of members has its own count.
         """
         self._made[members] += 1
         return self._made[members]
@@ -590,7 +592,9 @@ def create(
 
 
 def find_open(candidate: object, where: str) -> ProcessGroup:
-    """Return the group of an argument. Raises ArgumentError if this rank is not in it."""
+    """Return the group for a ``group`` argument. Raises ArgumentError if it has ended or does not
+    contain this rank, and the errors of ``resolve``.
+    """
     default_group()
     found = resolve(candidate)
     if found is None or found.closed is not None:
@@ -599,7 +603,7 @@ def find_open(candidate: object, where: str) -> ProcessGroup:
 
 
 def check_group_rank(group: ProcessGroup, rank: object, where: str) -> int:
-    """Return a rank in a group as an int. where: operation and argument, for the message."""
+    """Convert a rank in a group to an int. Raises ArgumentError if the group has no such rank."""
     number = check_index(rank, where)
     if not 0 <= number < group.size():
         raise ArgumentError(

@@ -266,7 +266,7 @@ _RestrictedUnpickler.dispatch = {
 
 
 class restricted_pickle(AbstractContextManager["restricted_pickle"]):
-    """Reject received objects of other types, from now on or inside a with statement.
+    """Reject received objects of types not listed here, from now on or inside a with statement.
 
     types: classes and functions that received pickles may name. Numbers, strings, bytes, None,
         tuples, lists, dicts, sets, ranges and slices are always allowed. numpy.ndarray, or any

@@ -66,7 +66,7 @@ class NativeCall(NamedTuple):
 
 
 class SegmentTable(NamedTuple):
-    """One side of several calls that run as one: each block has one segment per call.
+    """Inputs or outputs of several calls that run as one: each block has one segment per call.
 
     addresses: of the segments, block by block, as an array of ``np.uintp``.
     ends:      end of each segment within a block in elements, as an array of ``np.uintp``.
@@ -101,9 +101,8 @@ class Implementation:
         return None
 
     def notify_failure(self, error: Exception, context: Any, extent: Extent) -> None:
-        """Make the other ranks leave a call in which this rank failed before they depend on it.
-
-        context: the device context.
+        """Notify the other ranks that this rank failed in a call on a device, so that they stop
+        waiting for it.
         """
 
     def only_enqueues(self, extent: Extent | None = None) -> bool:

@@ -43,8 +43,8 @@ class Resources:
 
         close:   ends it with the group, on all ranks; takes the seconds to wait for other ranks.
         abandon: releases it while calls may be blocked in it. Without one, it is kept.
-        leave:   makes calls that wait in it return, once the group has failed; takes whether only
-            calls of this rank are meant.
+        leave:   makes calls that wait in it return, once the group has failed; its argument is
+            ``alone`` of the method ``leave``.
         """
         kept = self._kept.get(key)
         if kept is None:
@@ -53,7 +53,7 @@ class Resources:
         return found
 
     def replace(self, key: Hashable, value: T) -> T:
-        """Replace the resource of a key by one that needs no end; return it."""
+        """Set the resource of a key, without functions that end it or the old one; return it."""
         self._kept[key] = _Kept(value, None, None, None)
         return value
 

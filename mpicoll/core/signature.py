@@ -39,7 +39,7 @@ def encode_kind(
     root: int,
     on_device: bool = False,
 ) -> int:
-    """Return the kind of a call. Without a root it is -1; for a list of calls, LIST."""
+    """Return the kind of a call. ``root`` is -1 for none, and LIST for a list of calls."""
     return (
         on_device << _DEVICE
         | (root & 0xFFFFFFFF) << _ROOT
@@ -104,7 +104,7 @@ _names: dict[int, str] = {}
 
 
 def encode_task(name: str) -> tuple[int, int]:
-    """Return kind (without root) and number of a call without a primitive, as of objects."""
+    """Return kind (without root) and number of a call without a primitive, such as of objects."""
     number = zlib.crc32(name.encode())
     _names[number] = name
     return _NONE << _PRIMITIVE | _NONE << _DTYPE | _NONE, number
@@ -159,7 +159,7 @@ def read_call(kind: int, number: int) -> Call:
 
 
 def parts_per_element(kind: int) -> int:
-    """Return the number of separately combined numbers per element: 2 for complex, else 1."""
+    """Return how many numbers per element are reduced separately: 2 if complex, else 1."""
     dtype = read_call(kind, 0).dtype
     is_complex = dtype is not None and dtype.kind is Kind.COMPLEX
     return 2 if is_complex and kind & 0xFF != _NONE else 1

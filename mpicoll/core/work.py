@@ -232,7 +232,7 @@ class Work:
         self._future: Future | None = None
 
     def set_limit(self, limit: float | None) -> None:
-        """Set a separate timeout, after which the group is not closed.
+        """Set a timeout for this Work only. The group does not fail if ``wait()`` exceeds it.
 
         limit: seconds; None: no timeout.
         """
@@ -280,8 +280,8 @@ class Work:
         device, as with torch's NCCL.
 
         Returns True. Raises the error of the operation, and CollectiveTimeoutError if it timed out.
-        After a timeout passed here, the operation continues and can be waited for again. After the
-        timeout of the group, a collective closes the group.
+        After a timeout passed here, the operation continues and can be waited for again. If a
+        collective exceeds the timeout of the group, the group fails.
         """
         if timeout is None and self._finished:
             return self._end_wait() if self.orders else self._check_error()
@@ -465,7 +465,9 @@ _last_printed = ""
 
 
 def _was_printed(error: BaseException | None) -> bool:
-    """Return whether the same error was just printed, as all queued calls of a group fail alike."""
+    """Return whether the same error was just printed, as all queued calls of a group fail alike.
+    Stores the error for the next comparison.
+    """
     global _last_printed
     text = str(error) if isinstance(error, DistBackendError) else ""
     before, _last_printed = _last_printed, text

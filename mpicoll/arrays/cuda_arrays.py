@@ -26,8 +26,8 @@ _VERSION = 3
 
 
 def find_adapter(array: object) -> Adapter | None:
-    """Return the adapter if the array is CuPy's or has the interface, which is checked for each
-    array: a host array may lack it.
+    """Return the adapter of a CuPy array or of an object with the CUDA array interface, else None.
+    The interface is checked for each object, because objects of one type may lack it.
     """
     if isinstance(array, getattr(sys.modules.get("cupy"), "ndarray", ())):
         return Adapter(_build_cupy_view)
@@ -124,7 +124,7 @@ def build_device_view(
     address, strides: of the first element, and the bytes between neighbors (None: C order).
     stream:    the caller's stream, or UNKNOWN.
     read_only: the library forbids writing.
-    library:   gets the caller's current stream later, if the library has one.
+    library:   current streams of the array's library; None if it has none.
 
     Raises UnsupportedError without CuPy, and the errors of `adapters.build_view`.
     """

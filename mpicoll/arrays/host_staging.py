@@ -17,7 +17,7 @@ CHUNK = 8 * 1024 * 1024
 
 
 class HostStaging:
-    """Copies of whole messages between arrays of one device and pinned memory."""
+    """Copies whole messages between arrays of one device and host memory."""
 
     def __init__(self, index: int) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class HostStaging:
         self._context.close()
 
     def place(self, view: DeviceView) -> View:
-        """Return memory for the elements on the host: pinned, if it is not more than a chunk."""
+        """Allocate host memory for the elements of an array: pinned if it has at most CHUNK."""
         runtime, nbytes = self._context.runtime, view.nbytes
         if nbytes <= CHUNK:
             memory = runtime.allocate_pinned(self._context.index, nbytes).on_host()
@@ -37,13 +37,13 @@ class HostStaging:
         return from_numpy(memory[:nbytes].view(view.dtype.numpy), view.dtype)
 
     def stream_order(self, view: DeviceView) -> StreamOrder:
-        """Return the position of an array's stream at this moment."""
+        """Record the present work of the array's stream, which ``move`` then waits for."""
         return StreamOrder(self._context.runtime, self._context.index, {view.stream})
 
     def move(self, view: DeviceView, host: View, order: StreamOrder, inward: bool) -> None:
         """Copy an array to host memory, or back (``inward``), and wait for it.
 
-        order: from ``stream_order``; the copy runs after the work that it holds.
+        order: result of ``stream_order``; the copy runs after the recorded work.
         """
         with self._lock, self._context.runtime.on(self._context.index):
             context = view.context = self._context

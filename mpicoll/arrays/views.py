@@ -42,7 +42,7 @@ class View:
     count:  number of elements.
     buffer: buffer for mpi4py; None if the elements are not contiguous in C order and must be packed
             first.
-    make:   makes the NumPy array of an owner of another library, on demand.
+    make:   returns a NumPy array on the memory of an owner that is not one; called on first use.
     device: number of the CUDA device; None on the host.
     """
 
@@ -121,7 +121,7 @@ class DeviceView(View):
 
     address, strides: of the first element, and the bytes between neighbors.
     stream:  the caller's stream, as a number.
-    library: gets the caller's current stream later; None if only the array has a stream.
+    library: current streams of the array's library; None if it has none.
     context: the group's resources on the device, set when the call starts.
     """
 
@@ -266,14 +266,15 @@ def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool
 
 
 def find_shared(views: Sequence[View]) -> tuple[int, int] | None:
-    """Return the places in the list of two views that share memory; None if there are none."""
+    """Return the indices of two views that share memory; None if there are none."""
     return find_conflict(list(enumerate(views)), ())
 
 
 def find_conflict(
     written: Sequence[tuple[int, View]], read: Sequence[tuple[int, View]]
 ) -> tuple[int, int] | None:
-    """Return the numbers of two calls, one of which writes memory that both access, or None.
+    """Return the numbers of two calls, one of which writes memory that both access; twice the same
+    number if two outputs of a call share memory; None if there are none.
 
     written, read: the number of a call, and a view that it writes or reads. The input of a call may
         overlap its own output.
@@ -379,7 +380,7 @@ class Adapter(NamedTuple):
     """Builds views of arrays of one type.
 
     build_view: supports every array of the type, or raises.
-    fast_view:  returns plain arrays without a View, on the hot path; optional.
+    fast_view:  returns dtype, buffer and count of a plain array, without a View; optional.
     of_type:    if True, used for all arrays of the type. If False, looked up for each array.
     """
 

@@ -43,8 +43,8 @@ def device_for(
 def bind() -> int | None:
     """Make this rank's GPU current in CuPy, and return its number.
 
-    Returns None without a GPU or CuPy. Raises MpicollError (a RuntimeError) if the rank on its node
-    is unknown: the launcher does not set it, and init_process_group has not run.
+    Returns None without a GPU or CuPy. Raises MpicollError (a RuntimeError) if the local rank is
+    unknown: the launcher does not set it, and init_process_group has not run.
     """
     try:
         cuda = runtime.get_runtime()
@@ -53,8 +53,8 @@ def bind() -> int | None:
     local_rank = find_local_rank()  # set by init_process_group
     if local_rank is None:
         raise MpicollError(
-            "bind: neither LOCAL_RANK nor a launcher's variable tells the rank on the node; call "
-            "init_process_group first"
+            "bind: the rank on this node is unknown: neither LOCAL_RANK nor a launcher's variable "
+            "is set; call init_process_group first"
         )
     index = device_for(local_rank, cuda.count())
     if index is not None:
@@ -65,7 +65,7 @@ def bind() -> int | None:
 def describe_idle_gpus(
     all_ranks: Sequence[Capabilities], used: Sequence[int | None]
 ) -> dict[str, str]:
-    """Describe, by node, GPUs that ranks share while other GPUs are idle.
+    """Return, by node, a warning that ranks share GPUs while other GPUs of the node are idle.
 
     all_ranks: capabilities of each rank. used: number of the GPU that each rank uses.
     """
@@ -84,14 +84,14 @@ def describe_idle_gpus(
         ]
         if shared and unused:
             found[node] = (
-                f"{', '.join(shared)}, while of the GPUs of their node idle: {', '.join(unused)}; "
-                "let each rank choose its own with mpicoll.cuda.binding.bind()"
+                f"{', '.join(shared)}, while these GPUs of the node are idle: {', '.join(unused)}; "
+                "call mpicoll.cuda.binding.bind() on every rank"
             )
     return found
 
 
 def describe_far_gpu(own: Capabilities, used: int | None) -> list[str]:
-    """Describe if this rank's GPU is far from its processors, and name nearer GPUs.
+    """Return a list of one warning if this rank's GPU is far from its processors, else [].
 
     used: number of the GPU that the rank uses.
     """

@@ -34,10 +34,10 @@ class Capabilities(NamedTuple):
     vendor, version: of the MPI library.
     library: file of the MPI library.
     cuda:    whether MPI sends and receives device memory.
-    why:     source of that value.
-    problem: how the support falls short of the library's claims; "" if it does not.
+    why:     reason for that value, for people.
+    problem: description of a test that failed although MPI claims support; "" if none did.
     remedy:  advice for better support, if known.
-    settled: whether no probe is outstanding.
+    settled: whether ``cuda`` is final; False if only a probe can tell.
     key:     key of the probe's outcome: equal for ranks whose probes would have the same outcome.
     gpus:    PCI bus id and UUID of each GPU that this process sees.
     names:   model names of these GPUs.
@@ -74,7 +74,7 @@ class Capabilities(NamedTuple):
         return "" if self.gpus else f"a GPU ({self.no_gpu})"
 
     def words(self) -> dict[str, Any]:
-        """Return the fields as values for JSON."""
+        """Return the fields as a dict for JSON."""
         return self._asdict()
 
 
@@ -82,7 +82,7 @@ _known: Capabilities | None = None
 
 
 def forget() -> None:
-    """Discover the capabilities anew when they are next needed."""
+    """Discard the stored capabilities; the next use discovers them again."""
     global _known
     _known = None
 
@@ -90,9 +90,9 @@ def forget() -> None:
 def discover(probes: bool = False, again: bool = False) -> Capabilities:
     """Return the capabilities of this process, with MPI running; kept once settled.
 
-    probes: probe if neither the MPI library's reports nor earlier probes settle the question, in
-            two child processes. That takes some seconds, at most a minute. With `exchange` one rank
-            probes for all equal ranks.
+    probes: probe in child processes if neither the MPI library's reports nor earlier probes settle
+            the question. That takes some seconds, at most about two minutes. With `exchange` one
+            rank probes for all equal ranks.
     again:  ignore the outcomes of earlier probes.
 
     Raises ArgumentError if MPICOLL_CUDA_AWARE is not 0 or 1.
@@ -156,7 +156,7 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
     claims:  the queries in which the library claims support for device memory.
     outcome: None without a probe.
     """
-    says = f"{' and '.join(claims)}: yes" if claims else "MPI does not say that it takes any"
+    says = f"{' and '.join(claims)}: yes" if claims else "MPI does not report support"
     if outcome is None:
         return found._replace(cuda=bool(claims), why=f"{says}; not tried", settled=False)
     tried = f"tried {'between two ranks' if outcome.ranks == 2 else 'on one rank'}"
@@ -215,12 +215,12 @@ def exchange(
 
 
 def find_partners(nodes: Sequence[str], me: int) -> list[int]:
-    """Return the ranks on other nodes with which a rank exchanges messages; the relation is
-    symmetric.
+    """Return the ranks on other nodes with which rank ``me`` exchanges test messages. Each is a
+    partner of the other.
 
     nodes: the node of each rank.
 
-    Each rank is paired with the rank of the same position on the next node. If all nodes have the
+    Each rank is paired with the rank of the same local rank on the next node. If all nodes have the
     same number of ranks, a rank has at most two partners.
     """
     ring, found = list(ranks_by_node(nodes).values()), set()
@@ -249,7 +249,7 @@ def try_messages(
     ranks call.
 
     index:     number of the device that this rank uses.
-    all_ranks: capabilities of each rank by itself.
+    all_ranks: capabilities of each rank before this test.
     """
     from mpicoll.cuda import probe
 

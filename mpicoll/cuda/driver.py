@@ -65,10 +65,10 @@ class Driver:
         return found
 
     def relax_capture(self) -> int:
-        """Allow the calling thread to make calls that may disturb a graph capture, of this thread
-        or another one. Return its previous mode.
+        """Set the calling thread's capture mode to relaxed, and return its previous mode.
 
-        By default a thread that allocates, frees or waits for an event invalidates the capture.
+        In the default mode, a thread that allocates, frees or waits for an event invalidates a
+        graph capture of this or another thread.
         """
         return self._exchange_capture_mode(_RELAXED)
 

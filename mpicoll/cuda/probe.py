@@ -215,7 +215,7 @@ class ProbeDevice(NamedTuple):
 
 
 def _values(nbytes: int, rank: int) -> np.ndarray[Any, Any]:
-    """Return a message that tells its rank."""
+    """Return the test message that a rank sends."""
     return (np.arange(nbytes // 4) % 251 + 1000 * rank).astype(np.float32)
 
 
@@ -231,7 +231,7 @@ _in_flight: list[Any] = []
 
 
 def exchange_messages(place: ProbeDevice, partners: Iterable[int], limit: float = LIMIT) -> str:
-    """Exchange device memory with ranks, in both directions and in each size; all of them call.
+    """Send device memory to each partner and receive from it, in each size. All partners call it.
 
     limit: timeout in seconds for the messages of one size.
 

@@ -59,7 +59,7 @@ def build_key(version: str, library: Path, names: Sequence[str], driver: str) ->
 
 
 def digest(key: Mapping[str, Any]) -> str:
-    """Return a short text for a key."""
+    """Return a hash of a key, as text."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -79,7 +79,7 @@ def load(key: Mapping[str, Any]) -> ProbeOutcome | None:
 
 
 def store(key: Mapping[str, Any], outcome: ProbeOutcome) -> None:
-    """Store the outcome of a probe, if files can be written."""
+    """Store the outcome of a probe, unless it could not start or files cannot be written."""
     if outcome.began != OK:
         return
     with suppress(OSError, RuntimeError):

@@ -240,8 +240,8 @@ class Runtime:
     def using(self, index: int, stream: int) -> Iterator[None]:
         """Return a context in which a stream is CuPy's current one on a device.
 
-        Leaving CuPy's own context restores the stream of an outer ``with``, also if Stream.use()
-        has set another one since.
+        Leaving it restores the stream before, also if Stream.use() has set it. CuPy's own context
+        would restore the stream of an outer ``with``.
         """
         before = self._cupy.cuda.get_current_stream(index)
         try:

@@ -64,9 +64,9 @@ class DeviceContext:
         """Raise UnsupportedError in a capture: the memory of a graph must not be freed."""
         if self.captured:
             raise UnsupportedError(
-                "a call on device memory that is being captured into a CUDA graph can have no "
-                "memory beside its arrays: give contiguous arrays, each one's own, and all of the "
-                "device of the group's first call; no lists and no PREMUL_SUM"
+                "a call that is captured into a CUDA graph cannot allocate scratch memory: pass "
+                "contiguous arrays that do not overlap, on the device of the group's first call; "
+                "lists of arrays and PREMUL_SUM are not supported"
             )
 
     def begin(self) -> None:
@@ -275,7 +275,7 @@ class Point:
         return point
 
     def settle(self) -> None:
-        """Mark the results as available."""
+        """Mark the results as valid: ``find_failure`` returns None from now on."""
         self.find_failure = _no_failure
 
     @contextmanager
@@ -294,10 +294,9 @@ class Point:
 class StreamOrder(Point):
     """The order of one call relative to the caller's streams.
 
-    The call waits for the work that they hold when this object is created, on the caller's thread.
-    `enter` and `leave` may be called on another thread. After a synchronous call, the caller's
-    later work waits for the call; after an asynchronous call, a caller that needs the result joins
-    the point.
+    Create it on the caller's thread: the call waits for the present work of the streams. `enter`
+    and `leave` may be called on another thread. After a synchronous call, the caller's later work
+    waits for the call; after an asynchronous call, a caller that needs the result joins the point.
 
     held: arrays of the call, kept alive until their memory can be reused.
 
@@ -399,7 +398,7 @@ class CapturedOrder(StreamOrder):
         if wanted:
             raise UnsupportedError(
                 f"{self._where}: the current stream is being captured into a CUDA graph: call "
-                "without async_op, and not before the group's asynchronous calls have ended"
+                "without async_op, after the group's asynchronous calls have ended"
             )
 
     def enter(self, context: DeviceContext) -> None:

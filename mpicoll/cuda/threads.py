@@ -32,7 +32,7 @@ _own = _Own()
 
 
 def set_process_device(runtime: Runtime, index: int) -> None:
-    """Announce that the process uses a device; mpicoll's threads keep the first one."""
+    """Set the device that mpicoll's threads make current, unless an earlier call has set one."""
     global _device
     if _device is None or _device[0] is not runtime:
         _device = (runtime, index)

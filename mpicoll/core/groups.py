@@ -265,8 +265,7 @@ class ProcessGroup(Calls):
         The first error counts, except that a LostRankError replaces any other one, because
         survivors can then shrink the group. ``failures.fail`` also notifies other ranks.
 
-        error: later calls raise copies of it.
-        pending: the error is of devices, and no call waits that would raise it.
+        pending: it is a device error, and no waiting call will raise it.
 
         Returns False if nothing has changed: the group was FAILED or CLOSED before.
         """
@@ -301,9 +300,7 @@ class ProcessGroup(Calls):
                 self.fail(error, pending=True)
 
     def find_failure(self) -> DistBackendError | None:
-        """Call ``check_device_errors``. Return a copy of the group's error, None if there is none
-        or the group has no device work.
-        """
+        """Call ``check_device_errors``; return the error of a failed group with device work."""
         self.check_device_errors()
         return self.failure() if self.error is not None and self.device_error is not None else None
 
@@ -592,9 +589,7 @@ def create(
 
 
 def find_open(candidate: object, where: str) -> ProcessGroup:
-    """Return the group for a ``group`` argument. Raises ArgumentError if it has ended or does not
-    contain this rank, and the errors of ``resolve``.
-    """
+    """Return the group of an argument. Raises ArgumentError if it has ended or lacks this rank."""
     default_group()
     found = resolve(candidate)
     if found is None or found.closed is not None:

@@ -399,10 +399,7 @@ class Work:
         return list(self.outputs)
 
     def synchronize(self) -> None:
-        """Wait as ``wait()`` does.
-
-        Raises the errors of ``wait()``.
-        """
+        """Wait as ``wait()`` does. Raises the errors of ``wait()``."""
         self.wait()
 
     block_current_stream = synchronize

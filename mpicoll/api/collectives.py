@@ -348,7 +348,7 @@ def _wait_for_ranks(group: ProcessGroup, limit: float | None, wait_all: bool) ->
             f"{'Ranks' if len(named) > 1 else 'Rank'} {', '.join(map(str, named))} failed to pass "
             f"monitoredBarrier: did not arrive within {seconds:g} s, or timed out before"
             + ("" if wait_all else "; wait_all_ranks=True names every missing rank")
-            + ("" if seconds else "; Rank 0 timed out in monitoredBarrier before it could look")
+            + ("" if seconds else "; Rank 0 timed out in monitoredBarrier before it could check")
         )
     elif missing:
         text = f"rank 0 (global rank {missing[0]}) did not arrive within {seconds:g} s"
@@ -431,7 +431,7 @@ def coalesced_outputs(
     inputs: Sequence[AnyArray],
     group: ProcessGroup,
 ) -> list[list[AnyArray]]:
-    """Return, for each input, its outputs of all ranks: transpose ``output_lists``."""
+    """Check and transpose ``output_lists``: return, for each input, its outputs of all ranks."""
     check_list(f"{name}: input_tensor_list", inputs)
     check_list(f"{name}: output_tensor_lists", output_lists)
     if len(output_lists) != group.size():

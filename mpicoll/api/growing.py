@@ -43,10 +43,11 @@ def grow_group(count: int = 1, command: Sequence[str] | None = None) -> ProcessG
 
     Returns the new default group.
 
-    Raises, on all ranks: UnsupportedError (a ValueError) if no process that joins can be started,
-    MPIError if the launcher rejects the request, LostRankError if a rank is lost, and
-    DistBackendError if new processes exit before they join or do not join within the timeout of the
-    group. After any of these, the old group is unchanged.
+    Raises ArgumentError (a ValueError) or ArgumentTypeError (a TypeError) for an invalid argument.
+    Raises, on all ranks: UnsupportedError (a ValueError) if the job cannot start processes,
+    MismatchError if ``count`` differs, MPIError if the launcher rejects the request, LostRankError
+    if a rank is lost, and DistBackendError if async work is pending in other groups, or if new
+    processes do not join within the timeout of the group. The old group is then unchanged.
     """
     old = default_group()
     count = check_index(count, f"{_WHERE}: count")

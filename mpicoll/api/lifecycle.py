@@ -457,7 +457,8 @@ def close_group(
     until: given when all groups end: time (time.monotonic) until which to compare the calls of all
         ranks. Returns the mismatch, or "".
 
-    Does not wait again for work that has timed out: it stays pending.
+    Raises CollectiveTimeoutError if work is pending after ``limit`` seconds; aborts the group
+    instead if that work has timed out before, or if the group has failed or lost a rank.
     """
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
         abort_group(group, "has lost a rank")
@@ -468,7 +469,7 @@ def close_group(
         limit = THREAD_EXIT_TIMEOUT_S
     if not group.finish(limit):
         if group.error or all(work.has_timed_out for work in group.pending):
-            abort_group(group, "ended while it was pending, beyond its timeout")
+            abort_group(group, "ended while this call was pending, after its timeout")
             return ""
         raise CollectiveTimeoutError(
             f"destroy_process_group: {group.group_name}: timed out: async work is still pending "
@@ -541,7 +542,7 @@ def abort_group(group: ProcessGroup, why: str = "was aborted") -> None:
 
 
 def _leave_out_mpi(why: str = "") -> None:
-    """Exit the process before mpi4py can finalize MPI."""
+    """When the interpreter exits, end the process before mpi4py can finalize MPI."""
     atexit.register(_end_without_mpi, why)
 
 
@@ -559,7 +560,7 @@ def _close_quietly() -> None:
     """End the groups of a program that did not call destroy_process_group.
 
     Makes no collective calls: other ranks may still be busy, and MPI_Finalize waits for them. Ends
-    the job if work is still pending, or no call has raised an error of the devices.
+    the job if work is still pending, or if there is a device error that no call has raised.
     """
     global _watchdog
     watchdog, _watchdog = _watchdog, None

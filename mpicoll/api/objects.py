@@ -12,10 +12,10 @@ device: None or "cpu". Objects are sent in host memory.
 use_batch: ignored.
 
 Raises NotInitializedError (a ValueError) before init_process_group; ArgumentTypeError (a TypeError)
-if a list is not a list; ArgumentError (a ValueError) for a list that is too short or a rank outside
-the group; UnsupportedError (a ValueError) for another device; any exception of pickle for an object
-that cannot be pickled; RefusedPickleError for a class that restricted_pickle does not allow;
-CollectiveTimeoutError if the call timed out.
+for an argument that must be a list; ArgumentError (a ValueError) for a list of a wrong length or a
+rank outside the group; UnsupportedError (a ValueError) for another device; any exception of pickle
+for an object that cannot be pickled; RefusedPickleError for a class that restricted_pickle does not
+allow; CollectiveTimeoutError if the call timed out.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def _members(comm: MPI.Intracomm, world: ProcessGroup, where: str) -> list[int]:
 
 
 def _ranks(ranks: object, size: int, where: str) -> list[int]:
-    """Return ranks as ints from 0 to ``size`` - 1."""
+    """Convert ranks to ints. Raises ArgumentError for a rank that is not below ``size``."""
     found = check_indices(ranks, where)
     for rank in found:
         if not 0 <= rank < size:
@@ -152,7 +152,7 @@ def _ranks(ranks: object, size: int, where: str) -> list[int]:
 
 
 def _rank_lists(lists: object, size: int, where: str) -> list[list[int]]:
-    """Return at least one list of such ranks."""
+    """Convert lists of ranks as ``_ranks`` does. Raises ArgumentError if there is no list."""
     try:
         items = list(lists)  # type: ignore[call-overload]
     except TypeError:
@@ -316,8 +316,9 @@ def shrink_group(
 
     Returns the new group.
 
-    Raises ArgumentError (a ValueError) also for all ranks, or if they are not the lost ranks;
-    MpicollError (a RuntimeError) on a rank that is excluded.
+    Raises ArgumentError (a ValueError) also if no rank or all ranks are excluded, or one that is
+    alive while others are lost; LostRankError if a remaining rank is lost; MpicollError (a
+    RuntimeError) on a rank that is excluded.
     """
     where = "shrink_group"
     old = groups.find_open(group, where)

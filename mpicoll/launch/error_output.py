@@ -142,7 +142,7 @@ _claims: dict[str, socket.socket] = {}
 
 
 def claim(text: str) -> bool:
-    """Return True on the first rank of this job and node that claims a text."""
+    """Return True on the first rank of this node that claims a text, and if the job is unknown."""
     address = _address(text)
     if address is None or text in _claims:
         return True

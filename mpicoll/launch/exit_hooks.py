@@ -184,7 +184,7 @@ class _ExitHooks:
             )
 
     def take(self, end: RankEnd) -> bool:
-        """Use another RankEnd; return False if the program has installed another hook since."""
+        """Use another RankEnd; return False after a fork, or if another hook is installed."""
         if sys.excepthook != self._excepthook or self._pid != os.getpid():
             return False
         self.end = end

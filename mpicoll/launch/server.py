@@ -176,7 +176,7 @@ class Server(LineServer[_Connection]):
             self._set_state(peer.rank, "gone")
 
     def handle_next(self, peer: _Connection) -> bool:
-        """Handle the next line of a rank."""
+        """Handle the next line of a rank; return False if there is none."""
         if (data := peer.take_line()) is None:
             return False
         line = data.decode("ascii").rstrip("\r")

@@ -57,7 +57,7 @@ def run(
 
 
 def _run_rank(size: int, limit: float, call: bytes) -> Outcome:
-    """Run one rank, in its task. The tasks exchange their places by allGather."""
+    """Run one rank, in its task. The tasks exchange their ``Place`` records by allGather."""
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()

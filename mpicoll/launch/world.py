@@ -294,12 +294,12 @@ _skips_finalize = False
 
 
 def skips_finalize() -> bool:
-    """Return whether this process ends without MPI_Finalize."""
+    """Return whether this process will exit without MPI_Finalize."""
     return _skips_finalize
 
 
 def skip_finalize(skips: bool = True) -> bool:
-    """End this process without MPI_Finalize, which would hang; with ``skips=False``, call it.
+    """Do not call MPI_Finalize at exit, because it would hang; with ``skips=False``, call it.
 
     Returns True if mpi4py has started MPI, because it then calls MPI_Finalize in any case.
     """
@@ -310,9 +310,9 @@ def skip_finalize(skips: bool = True) -> bool:
 
 @functools.cache
 def finalize_within(limit: float) -> None:
-    """End this process with its own exit code if MPI_Finalize takes longer than ``limit`` seconds.
+    """At exit, end this process with code 0 if MPI_Finalize takes longer than ``limit`` seconds.
 
-    A call has timed out: its missing rank may never call MPI_Finalize.
+    For use after a call has timed out: its missing rank may never call MPI_Finalize.
     """
     atexit.register(_finalize_in_time, os.getpid(), limit)
 

@@ -70,7 +70,7 @@ _FEW = 5
 
 
 def find_facts() -> dict[str, str]:
-    """Return the version and all constants, in words."""
+    """Return the version and all constants as text, by name."""
     from mpicoll import routes
 
     below = [module.name for module in pkgutil.walk_packages(routes.__path__, "mpicoll.routes.")]
@@ -94,7 +94,7 @@ _TABLES: dict[str, Sequence[Any]] = {
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether it is only numbers, strings and containers of such: alike if written alike."""
+    """Return whether a value has only numbers and strings, so that equal values have one repr."""
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):

@@ -476,7 +476,7 @@ def submit(
     inline: bool = False,
     orders: Sequence[StreamOrder] = (),
 ) -> Work:
-    """Queue a task on the group's progress thread, or run it now if ``inline``."""
+    """Queue a task on the group's progress thread, or run it now if ``inline``; return its Work."""
     group.check_outside(name)
     expire = partial(group_failure.fail_late_call, group)
     work = Work(describe(name, group), outputs, group.timeout, orders, expire)
@@ -563,7 +563,7 @@ set_task_runner(run_in_order)
 
 
 def resolve_or_warn(group: object, name: str) -> ProcessGroup | None:
-    """Return the group of an argument. On a rank outside the group, warn as torch does."""
+    """Return the group of an argument. On a rank outside it, warn as torch does; return None."""
     member = resolve(group)
     if member is None:
         rank = default_group().rank()

@@ -42,9 +42,9 @@ CHUNK = 512 * 1024
 
 
 def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Return which calls of a list run as one, from the bytes of each call: indices by batch.
+    """Group the calls of a list into batches that run as one call; return the indices by batch.
 
-    Every index is in one batch; a large call is a batch by itself.
+    sizes: bytes of each call. A call of more than SMALL bytes is a batch by itself.
     """
     large = [place for place, size in enumerate(sizes) if size > SMALL]
     made: list[Sequence[int]] = [[place] for place in large]
@@ -62,11 +62,11 @@ def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
 
 
 class Entries:
-    """Calls without a root on each output and its input, checked.
+    """The calls of a list, one for each output and its input, with checked arguments. Without root.
 
     inputs: one per output; None for calls in place.
-    held:   the caller leaves the arrays where they are until all calls are over.
-    dtype, on_device: of all elements.
+    held:   the calls end before the caller can resize or free an array.
+    dtype, on_device: of all arrays.
     counts: numbers that must be the same on all ranks: the element count of each entry or, if its
             blocks differ in size, of each block.
     Raises the errors of the calls, UnsupportedError if dtypes or devices differ in the list, and
@@ -140,7 +140,7 @@ class Entries:
             )
 
     def packed(self) -> list[Views]:
-        """Return the views of each call to be made, in order, where small ones are packed."""
+        """Return the views of each call to run, in order. Small calls are packed into one."""
         return [self._views_of(batch) for batch in batches(self._sizes())]
 
     def run(self, plan: Plan) -> None:
@@ -160,14 +160,14 @@ class Entries:
                 plan.run(send, recv, extent, 0)
 
     def _sizes(self) -> list[int]:
-        """Return the bytes of the larger side of each call; too many to pack if blocks differ."""
+        """Return the bytes of the larger side of each call; SMALL + 1 if its blocks differ."""
         unit = self._ranks * self.dtype.itemsize
         if not self._views:
             return [unit * count for count in self.counts]
         return [unit * n if n.__class__ is int else SMALL + 1 for n in self.counts]
 
     def _views_of(self, batch: Sequence[int], apart: bool = False) -> Views:
-        """Return the views of the calls at these places, made as one.
+        """Return the views with which the calls of a batch run as one.
 
         apart: copy inputs that overlap outputs.
         """
@@ -205,7 +205,7 @@ def _at(places: Sequence[int], items: Sequence[Any]) -> Sequence[Any]:
 def _find_overlap(
     buffers: Sequence[Buffer], counts: Sequence[int], itemsize: int
 ) -> tuple[int, ...] | None:
-    """Return the places of two buffers that share memory; None if there are none.
+    """Return the indices of two buffers that share memory; None if there are none.
 
     counts: elements of each buffer.
     """
@@ -231,7 +231,7 @@ def _side(
     dtype: DType,
     outputs: Sequence[View] = (),
 ) -> View:
-    """Return one side of several calls as one side of a single call.
+    """Combine the inputs, or the outputs, of several calls into the view of a single call.
 
     items:  of each call the view, or a buffer, of ``rows`` blocks, or the view of a list of blocks.
     widths: of each call the count of a block.
@@ -265,7 +265,7 @@ class _Side(View):
 
     @property
     def parts(self) -> Sequence[View]:
-        """Return the views of arrays on a device, whose streams they have; else this view."""
+        """The views of the arrays on a device, because each has a stream; this view on the host."""
         return (self,) if self.device is None else self._parts
 
     def empty_like(self) -> View:
@@ -291,7 +291,7 @@ class _Side(View):
 
 
 class _OnHost(_Side):
-    """A side on the host, packed and unpacked by the C library. Parts may also be buffers.
+    """A table of blocks on the host, packed and unpacked in C. Parts may also be buffers.
 
     A view that is not contiguous, or overlaps an output, has a contiguous copy beside it.
     """

@@ -33,7 +33,7 @@ def on_views(kind: CallKind, implementation: Implementation, on_device: bool) ->
 
 
 def _packed(kind: CallKind, inner: Run, on_device: bool) -> RunOnViews:
-    """Return ``inner`` for views, which are copied if they are not contiguous, or overlap."""
+    """Return a function for views that calls ``inner`` with buffers, and copies where needed."""
     primitive, group = kind.primitive, kind.group
     in_place = primitive.layout is Layout.IN_PLACE
 
@@ -57,7 +57,7 @@ def _packed(kind: CallKind, inner: Run, on_device: bool) -> RunOnViews:
 
 
 def _one_by_one(inner: Run) -> RunOnViews:
-    """Return ``inner``, which takes lists of buffers, for views: arrays are copied if needed."""
+    """Return ``_packed`` for an ``inner`` that takes lists of buffers."""
 
     def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
         to = () if recv is None else recv.parts

@@ -1,4 +1,4 @@
-"""Messages on their way: the Work of a message, and its end."""
+"""Pending point-to-point messages: the Work of a message, and its completion."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class MessageWork(Work):
             return MPIError(
                 f"{self.description}: the message is longer than the array of "
                 f"{format_count(self._nbytes, 'byte')}: sender and receiver must give arrays of "
-                "one size",
+                "the same size",
                 MPI.ERR_TRUNCATE,
             )
         return execute.to_mpi_error(error, self.description, self._group)
@@ -227,7 +227,7 @@ class MessageWork(Work):
         rank_status.receive(self._group)
 
     def _check_dtype(self) -> None:
-        """End the wait for a message if one with the same tag is here that has another dtype."""
+        """Fail a receive with MismatchError if a message of its tag but another dtype is here."""
         message = self._message
         if not self._receives or self._tag is None or message is None:
             return
@@ -296,14 +296,14 @@ class MessageWork(Work):
             raise
 
     def source_rank(self) -> int:
-        """Return the global rank that the message came from, once it is here."""
+        """Return the global rank of the sender; -1 before the message has arrived."""
         if not self._receives:
             return super().source_rank()
         return self._source
 
 
 def check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
-    """Return a tag as a number; raise where it is none that messages may have."""
+    """Convert a tag to an int. Raises ArgumentError if it is out of range."""
     number = check_index(tag, f"{name}: tag")
     end = group.status_tag // _TAGS
     if not 0 <= number < end:
@@ -413,8 +413,8 @@ def exchange_bytes(
 ) -> tuple[Bytes, int]:
     """Send ``whole`` to a rank in the group or, if it is None, receive from one (None: from any).
 
-    Returns the bytes and the sender's global rank. Their number is sent first. Both messages use a
-    separate tag.
+    Returns the bytes and the sender's global rank. Sends the number of bytes first. Both messages
+    use a separate tag.
     """
     if whole is not None:
         for part in (np.array([whole.nbytes], np.int64), whole):

@@ -84,8 +84,8 @@ _location: list[str] = []
 def dump_flight_record(path: str | None = None) -> str:
     """Write this rank's flight record: the last calls of each of its groups.
 
-    path: the file; by default the rank behind what TORCH_FR_DUMP_TEMP_FILE says, else behind
-        "~/.cache/torch/comm_lib_trace_rank_".
+    path: the file. None: the value of TORCH_FR_DUMP_TEMP_FILE, by default
+        "~/.cache/torch/comm_lib_trace_rank_", with the rank appended.
 
     PyTorch's torchfrtrace reads a folder of such files. Other ranks write their files only if they
     also call this.
@@ -243,7 +243,7 @@ def _build(why: str) -> dict[str, Any]:
 
 
 def _find_calls(group: ProcessGroup) -> tuple[list[CallEntry], int]:
-    """Return the calls of a group in order, and the place of the last one that has begun."""
+    """Return the calls of a group in order, and the number of the last one that has begun."""
     calls = [CallEntry(*entry) for entry in group.history()]
     begun = sorted((call for call in calls if call.place), key=lambda call: call.place)
     last = begun[-1].place if begun else 0
@@ -255,7 +255,7 @@ def _find_calls(group: ProcessGroup) -> tuple[list[CallEntry], int]:
 def _build_entry(
     number: int, group: ProcessGroup, call: CallEntry, is_inside: bool, offset: int
 ) -> dict[str, Any]:
-    """Return the entry of a call in the group of a number. offset: added to its times."""
+    """Return the entry of a call. number: of its group in the file. offset: added to its times."""
     kind = with_root(call.kind, call.root)
     name, inputs, outputs, dtypes = _as_torch_has_it(kind, call.sizes, group.size())
     created, started, completed = (
@@ -297,7 +297,7 @@ def _find_program_frames(thread: int) -> list[dict[str, Any]]:
 
 
 def _first_kept(last: int, length: int) -> int:
-    """Return the place of the first call to dump of a history of this length.
+    """Return the number of the first call to dump. length: maximum calls in the history.
 
     torchfrtrace reports a call as missing on a rank that has not dumped it. Ranks are a few calls
     apart, and so are the beginnings of their histories. Cut at multiples of half their length,

@@ -1,4 +1,4 @@
-"""Failure of a group: one function changes its state from OPEN to FAILED, and most of its sources.
+"""Failure of a group: the function that fails it on all ranks, and most of its callers.
 
 **Timeouts.** A rank that waits in shared memory, or tests MPI requests (``ProcessGroup.wait_for``),
 can return early. So the watchdog of the first rank whose timeout is over fails the group for all:
@@ -44,7 +44,7 @@ def grace() -> float:
 def fail(group: ProcessGroup, error: DistBackendError, pending: bool = False) -> None:
     """Fail a group on all its ranks. On this rank, present and later calls raise ``error``.
 
-    pending: the error is of devices, and no call waits that would raise it.
+    pending: it is a device error, and no waiting call will raise it.
 
     Does nothing if the group has failed with another error, or is closed. If it has failed with
     this error, only the other ranks are notified.

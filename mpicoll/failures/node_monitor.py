@@ -362,7 +362,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._head = None
 
     def handle_next(self, line: JsonConnection) -> bool:
-        """Handle the next message."""
+        """Handle the next message; return False if there is none."""
         if (message := line.take()) is None:
             return False
         self._handle(line, message)

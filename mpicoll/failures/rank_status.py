@@ -145,7 +145,7 @@ def find_departed(group: ProcessGroup, states: tuple[int, ...] = DEPARTED) -> se
 
 
 def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
-    """Name the global ranks that have departed before the current collective of this rank.
+    """Name the global ranks that have departed before this rank's current collective; "" for none.
 
     may_time_out: the program may wait with a timeout and continue after it, so that only ranks that
     end count.

@@ -75,7 +75,7 @@ class StatusPage(ctypes.Structure):
             self.state = DONE
 
     def take_cell(self, group: int, size: int, name: str) -> Cell | None:
-        """Return a free cell for a group, None if there is none. It is free if its group is 0."""
+        """Assign a free cell, whose group is 0, to a group; return it, or None if there is none."""
         for k in range(MAX_CELLS):
             if self.cells[k].group == 0:
                 self.cells[k] = Cell(group, size=size, name=name.encode()[:NAME_BYTES])

@@ -364,7 +364,7 @@ _current: Watchdog | None = None
 
 
 def watch_devices() -> None:
-    """Announce that a group will have work on devices that waits for other ranks."""
+    """Start the standby thread, before a group has device work that waits for other ranks."""
     if _current is not None:
         _current.start_standby()
 

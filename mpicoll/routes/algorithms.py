@@ -70,7 +70,7 @@ def build(kind: CallKind, space: Space) -> Run:
 
 
 def _synchronized(inner: Run, space: Space) -> Run:
-    """Return ``inner`` for buffers that enqueued work writes."""
+    """Return a function that synchronizes ``space`` before it calls ``inner``."""
 
     def run(send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int) -> None:
         space.synchronize()
@@ -82,8 +82,8 @@ def _synchronized(inner: Run, space: Space) -> Run:
 def premultiplied(kind: CallKind, space: Space, build_sum: Callable[[CallKind], Run]) -> Run:
     """Build PREMUL_SUM: each rank's elements times its factor, then a sum.
 
-    build_sum: makes the sum; of float32 for narrow floats, which are scaled and summed in it, in
-               rank order, and rounded once at the end.
+    build_sum: builds the sum. Narrow floats are scaled to float32, summed in rank order by a sum of
+               float32, and rounded once at the end.
     """
     primitive, group, op, dtype = kind
     assert op is not None and op.factor is not None and dtype is not None

@@ -24,7 +24,7 @@ in_flight: set[Messages] = set()
 
 
 class Messages:
-    """Messages in flight; an empty view is none."""
+    """Pending sends and receives of this rank. Empty views are not sent."""
 
     def __init__(self, scope: Scope) -> None:
         self._group, self._tag = scope.group, scope.tag
@@ -33,14 +33,14 @@ class Messages:
         in_flight.add(self)
 
     def receive(self, into: View, source: int) -> None:
-        """Begin to receive."""
+        """Start to receive a view from a rank."""
         if into.count:
             what = whole_message(into)
             request = self._group.inner.Irecv(what, source, self._tag)
             self._receives.append((into, request, what, source))
 
     def send(self, out: View, target: int) -> None:
-        """Begin to send."""
+        """Start to send a view to a rank."""
         if out.count:
             self._sends.append(
                 (out, self._group.inner.Isend(whole_message(out), target, self._tag))
@@ -90,9 +90,9 @@ class Scope(NamedTuple):
     """The scope of the algorithms of one kind of call: the group, its memory, the operation.
 
     op: None if nothing is combined.
-    exact: sums are exact ones.
+    exact: sums are correctly rounded.
     combined: the ranks whose elements make the result of each rank.
-    tag:   of the messages, so that calls of different primitives do not take each other's.
+    tag:   of the messages, so that calls of different primitives do not match each other's.
     """
 
     group: ProcessGroup
@@ -105,5 +105,5 @@ class Scope(NamedTuple):
     tag: int
 
     def others(self) -> Iterator[int]:
-        """Return all other ranks, from the next one on, so that none is every rank's first."""
+        """Yield the other ranks, from the next one on, so that ranks start with different ones."""
         return ((self.me + step) % self.n for step in range(1, self.n))

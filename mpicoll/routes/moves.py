@@ -102,7 +102,7 @@ def all_gather(scope: Scope, send: View | None, recv: View, blocks: Blocks, root
 
 
 def _runs(spans: Sequence[Span], first: int, many: int) -> Iterator[Span]:
-    """Return where ``many`` ranks' blocks are, from rank ``first`` on, around the end."""
+    """Yield the span of ``many`` ranks' blocks from rank ``first`` on; two if it wraps around."""
     n = len(spans)
     for some in (spans[first : first + many], spans[: max(0, first + many - n)]):
         if some:

@@ -24,13 +24,13 @@ DIRECT = 8
 def all_reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:
     """Combine the elements of all ranks, on every rank, in place.
 
-    Few bytes: every rank gets everything and combines it, in one latency among few ranks, by the
-    all-gather in log2 n of them among many. Many bytes: each rank gets one n-th of every rank's,
-    combines it and hands the result to all: Rabenseifner's decomposition (Thakur and others, as
-    above, section 4.5) with a reduce-scatter by pairwise exchange and an all-gather by the ring. A
-    rank sends and receives 2 (n - 1) / n times the bytes, as few as there can be (Patarasuk, Yuan,
-    Bandwidth optimal all-reduce algorithms for clusters of workstations, J. Parallel and
-    Distributed Computing 69(2), 2009).
+    Few bytes: every rank receives all elements and combines them, with one latency for few ranks,
+    and by an all-gather with log2 n latencies for many. Many bytes: each rank receives one n-th of
+    every rank's elements, combines it and sends the result to all: Rabenseifner's decomposition
+    (Thakur and others, as above, section 4.5) with a reduce-scatter by pairwise exchange and an
+    all-gather by the ring. A rank sends and receives 2 (n - 1) / n times the bytes, the minimum
+    (Patarasuk, Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, J.
+    Parallel and Distributed Computing 69(2), 2009).
     """
     n, me, count, space = scope.n, scope.me, recv.count, scope.space
     whole = recv.nbytes * n
@@ -74,7 +74,7 @@ def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> N
     """Combine the elements of all ranks, in place on the root; other ranks' arrays do not change.
 
     Few bytes: the root receives and combines everything, with one latency. Many: as all_reduce, but
-    only the root receives results. It receives 2 (n - 1) / n times the bytes, and sends and
+    only the root receives results. The root receives 2 (n - 1) / n times the bytes, and sends and
     combines as much as each other rank.
     """
     space, n, me, count = scope.space, scope.n, scope.me, recv.count
@@ -108,8 +108,8 @@ def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> N
 def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
     """Combine one block of the elements of all ranks on each rank: a pairwise exchange.
 
-    The originals travel: (n - 1) / n times the bytes, as few as there can be, and one latency for a
-    chunk (Thakur and others, as above, section 4.4, for long messages).
+    A rank sends original elements: (n - 1) / n times the bytes, the minimum, and one latency for
+    each chunk (Thakur and others, as above, section 4.4, for long messages).
     """
     counts, me, step = blocks.sends, scope.me, chunk_of(scope.space, scope.n, recv.dtype)
     chunks = []
@@ -175,28 +175,28 @@ Cut = Sequence[Span]
 
 
 class _Chunk(NamedTuple):
-    """Elements that are combined at once; the result of this rank's goes to ``out``."""
+    """Elements that are combined at once. ``out`` receives the result of this rank's part."""
 
     cut: Cut
     out: View
 
 
 def chunk_of(space: Space, n: int, dtype: DType) -> int:
-    """Return the elements that a rank gets from one of n ranks at a time."""
+    """Return how many elements a rank receives from each of n ranks at a time."""
     return max(1, min(space.chunk, space.stack // n) // dtype.itemsize)
 
 
 def _cuts(scope: Scope, view: View) -> list[Cut]:
-    """Return the elements in chunks, each shared out to all ranks."""
+    """Split a view into chunks, and each chunk into one span for each rank."""
     n, step = scope.n, scope.n * chunk_of(scope.space, scope.n, view.dtype)
     begins = range(0, view.count, step)
     return [shares_of(min(step, view.count - begin), n, begin) for begin in begins]
 
 
 class _Reduction:
-    """One call: each rank gets its part of every chunk of all ranks, and combines it.
+    """One reduction: each rank receives its part of every chunk from all ranks, and combines it.
 
-    While a chunk is combined the next one travels, and the result of the one before.
+    Meanwhile, the next chunk and the result of the previous chunk are sent.
     """
 
     def __init__(self, scope: Scope, source: View, chunks: Sequence[_Chunk]) -> None:
@@ -206,7 +206,7 @@ class _Reduction:
         self._stacks = [scope.space.empty(source.dtype, room) for _ in chunks[:2]]
 
     def carry_out(self, then: Callable[[_Chunk], None] | None = None) -> None:
-        """Carry it out; call ``then`` for each chunk, in order, once its result may be sent."""
+        """Run the call; call ``then`` for each chunk, in order, once its result may be sent."""
         chunks, space = self._chunks, self._space
         if not chunks:
             return
@@ -228,7 +228,7 @@ class _Reduction:
             then(chunks[-1])
 
     def _begin(self, i: int) -> tuple[Messages, list[View]]:
-        """Begin the messages of a chunk; return where this rank's part of all ranks will be."""
+        """Start the messages of a chunk. Return them, and the views of this rank's part by rank."""
         cut, out = self._chunks[i]
         parts = [self._source.part(*span) for span in cut]
         messages, sources = Messages(self._scope), list(parts)

@@ -28,7 +28,7 @@ def choose(kind: CallKind, on_device: bool) -> Implementation:
     """
     if kind.exact and not _is_exact(kind.op, kind.dtype):
         raise UnsupportedError(
-            f"{kind.primitive.name}: {kind.op} of {kind.dtype} is rounded at every rank in turn, "
+            f"{kind.primitive.name}: {kind.op} of {kind.dtype} is rounded once for each rank, "
             f"and group {kind.group.group_name} has reproducible={EXACT!r}; use a group with "
             f"reproducible={ORDER!r}"
         )

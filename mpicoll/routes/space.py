@@ -101,7 +101,7 @@ class Host(Space):
         self._taken = 0
 
     def view(self, buffer: Buffer | list[Buffer], dtype: DType, counts: Sequence[int]) -> View:
-        """Return the view of what mpi4py takes as a buffer."""
+        """Return the view of a buffer of mpi4py, or of a list of buffers."""
         if isinstance(buffer, list):
             parts = [self.view(one, dtype, [n]) for one, n in zip(buffer, counts, strict=True)]
             return ViewList(parts, dtype)
@@ -111,7 +111,7 @@ class Host(Space):
         return from_numpy(np.frombuffer(buffer, dtype.numpy, count), dtype)
 
     def buffer(self, view: View) -> Buffer:
-        """Return the view's own."""
+        """Return the buffer of a contiguous view."""
         return view.buffer
 
     def empty(self, dtype: DType, count: int) -> View:
@@ -131,7 +131,7 @@ class Host(Space):
         return self._taken
 
     def release(self, mark: int) -> None:
-        """Reuse the blocks that were returned since then."""
+        """Reuse the blocks that ``empty`` returned since the mark."""
         self._taken = mark
 
     def combine(

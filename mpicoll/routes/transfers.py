@@ -23,7 +23,7 @@ class Put(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A block that a rank gets: its rank, its place in that rank's slot, and its destination."""
+    """A block that a rank gets: from which rank, its index in that rank's slot, and to where."""
 
     rank: int
     place: int
@@ -37,8 +37,8 @@ class Transfer(NamedTuple):
     places: maximum number of blocks in the slot of a rank.
     most:   elements of the largest block of all ranks.
     total:  the sizes that must be equal on all ranks, as a number; see mpicoll.core.signature.
-    puts, gets: blocks. If there is an operation, the blocks got are combined into the place of
-            the first.
+    puts, gets: blocks. If there is a reduce operation, the blocks of ``gets`` are combined at the
+            address of the first.
     """
 
     places: int
@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
 
 
 def misfit(kind: CallKind, rank: int | None, expected: int = 0, sent: int = 0) -> MismatchError:
-    """Return the error for a block from ``rank``, or between other ranks (None), with two sizes."""
+    """Return the error for a block that has two sizes. rank: its sender; None: of other ranks."""
     words = (
         "collective mismatch: other ranks' block sizes differ from the sizes sent"
         if rank is None

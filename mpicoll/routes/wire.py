@@ -1,4 +1,4 @@
-"""MPI as the routes share it: datatypes and messages, exchanges, the wording of its errors."""
+"""MPI helpers that the routes share: datatypes, messages, exchanges, and texts of errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def scratch(group: ProcessGroup, nbytes: int) -> Bytes:
 
 
 def datatype(dtype: DType) -> MPI.Datatype:
-    """Return the MPI datatype in which elements of ``dtype`` travel."""
+    """Return the MPI datatype with which elements of ``dtype`` are sent."""
     found: MPI.Datatype = getattr(MPI, dtype.mpi)
     return found
 
@@ -90,10 +90,10 @@ def exchange(
 ) -> None:
     """Send ``sends[r]`` to each other rank r and receive ``receives[r]``; None is nothing.
 
-    Sender and receiver agree on each message; nothing else is shared. Pairwise: in step k rank i
-    sends to rank i + k and receives from rank i - k, so that none is every rank's first (Thakur,
-    Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005, section 4.4).
-    A step sends and receives at once, so nothing deadlocks.
+    Raises MismatchError, after all messages, if a sender has sent fewer elements. Pairwise: in step
+    k rank i sends to rank i + k and receives from rank i - k, so that not all ranks start with the
+    same (Thakur, Rabenseifner, Gropp, Int. J. High Performance Computing Applications 19(1), 2005,
+    section 4.4). A step sends and receives at once, so nothing deadlocks.
     """
     n, me = len(sends), comm.Get_rank()
     status = MPI.Status()
@@ -174,7 +174,7 @@ def _exchange_bytes(comm: MPI.Intracomm, outs: Sequence[Bytes], sizes: Any) -> l
 
 
 def translate_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
-    """Return an exception of MPI as MPIError with operation and rank; any other as it is."""
+    """Convert an exception of MPI to MPIError, or to the group's error if a rank is lost."""
     if not isinstance(error, MPI.Exception):
         return error
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):

@@ -139,7 +139,7 @@ class Levels(RouteState):
             raise
 
     def _map_inside(self, agreement: Agreement) -> None:
-        """Agree inside the node. Raises UnsupportedError if its ranks map no memory."""
+        """Make the node's Agreement. Raises UnsupportedError if its ranks cannot map memory."""
         if len(self.here) == 1:
             return
         self.inside = self._part_of(agreement, self.here)

@@ -305,7 +305,7 @@ class MappedArrays(RouteState):
     def _work(
         self, kind: CallKind, views: Sequence[DeviceView | None], extent: Extent, root: int
     ) -> None:
-        """Enqueue this rank's work and record DONE; fail before any of it."""
+        """Enqueue this rank's work and record DONE. Map memory and check the group before that."""
         assert kind.dtype is not None
         self._mappings.close_retired()
         try:

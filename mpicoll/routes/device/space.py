@@ -21,7 +21,7 @@ SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
 
 
 def _aligned(count: int) -> int:
-    """Return a number of elements, rounded up: whole pieces of any dtype."""
+    """Round a number of elements up, so that they are whole pieces for any dtype."""
     return -(-count // PIECE) * PIECE
 
 
@@ -107,7 +107,7 @@ class Alone(DeviceSpace):
 
 
 def on_home_device(home: DeviceContext, inner: Run) -> Run:
-    """Return ``inner`` for one device of this process: arrays on other devices are copied to it."""
+    """Return a function that calls ``inner``; it copies arrays of other devices to ``home``."""
 
     def moved(view: View) -> DeviceView:
         copy = DeviceSpace(home).empty(view.dtype, view.count)
@@ -137,7 +137,7 @@ def on_home_device(home: DeviceContext, inner: Run) -> Run:
 
 
 def for_mpi(space: DeviceSpace, kind: CallKind, inner: Run) -> Run:
-    """Return ``inner`` for memory that every MPI accepts, after the earlier work of the streams.
+    """Return a function that waits for the stream, and calls ``inner`` on memory for any MPI.
 
     Managed memory and memory of a pool (cudaMallocAsync) are copied: not all MPIs accept them.
     """

@@ -112,7 +112,7 @@ class _Side:
         return -(-self.nbytes(chunk) // _LINE) * _LINE
 
     def copy(self, chunk: tuple[int, int], place: View, stream: int, inward: bool) -> None:
-        """Enqueue the copies between the chunk and its place on the host."""
+        """Enqueue copies of a chunk to its staging buffer, or back to the device (``inward``)."""
         nbytes = self._of_block(chunk)
         host = place.array.ctypes.data
         for block in range(self.blocks):

@@ -50,8 +50,7 @@ class RouteState:
     The constructor negotiates it with the other ranks: all ranks call. If the group cannot have the
     route, it frees everything and raises Unavailable on all ranks.
 
-    group:   its ranks.
-    n, me:   number of ranks, and this rank.
+    n, me:   number of ranks in ``group``, and this rank.
     context: this rank's device context.
     can_fail_on_device: calls wait for other ranks on devices, so that they can end there without a
              result; ``find_failure`` returns the reason.

@@ -88,8 +88,8 @@ class Hierarchy:
         return self._memory
 
     def leave(self, alone: bool) -> None:
-        """End calls that wait for other ranks, this rank's (``alone``) or all ranks', because the
-        group has failed.
+        """Make waiting calls of this rank (``alone``) or of all ranks return, because the group has
+        failed.
         """
         error = self.group.error
         assert error is not None
@@ -204,9 +204,9 @@ class ApartError(Exception):
 
 
 class HierarchyCall:
-    """The common part of all calls.
+    """One call: its exchanges inside this node, and the comparison of the ranks' calls.
 
-    number: hash of signature and count.
+    count: number of elements, which all ranks must share.
     """
 
     def __init__(self, hierarchy: Hierarchy, kind: CallKind, count: int) -> None:
@@ -224,7 +224,7 @@ class HierarchyCall:
     ) -> None:  # fmt: skip
         """Run this rank's part of an exchange on its node; see Transfer. All its ranks call.
 
-        op: the blocks got are combined into the place of the first; None: they are copied.
+        op: combines the blocks of ``gets`` at the address of the first; None: they are copied.
         """
         if self._memory is None:  # alone: it gets its own blocks
             for _, place, to, count in gets:

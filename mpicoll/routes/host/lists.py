@@ -19,13 +19,13 @@ LISTED = 4 * 1024 * 1024
 
 
 def count_per_chunk(kind: CallKind) -> int:
-    """Return the number of elements of a block in a chunk."""
+    """Return how many elements of each block are in a chunk."""
     assert kind.dtype is not None
     return max(1, LISTED // (kind.group.size() * kind.dtype.itemsize))
 
 
 def packed(kind: CallKind, inner: Run, takes_lists: Callable[[int], bool]) -> Run:
-    """Return ``inner`` for lists of buffers, which are packed into one buffer, chunk by chunk.
+    """Return a function that packs lists of buffers, chunk by chunk, and then calls ``inner``.
 
     takes_lists: returns whether ``inner`` itself takes lists for a count of elements of a block;
                  the same on all ranks.

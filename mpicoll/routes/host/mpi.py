@@ -246,8 +246,8 @@ def _reduce(kind: CallKind, chunk: int) -> Run:
 
 
 def _reduce_scatter(kind: CallKind, chunk: int) -> Run:
-    """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1); more elements than it counts go
-    block after block, by MPI_Reduce.
+    """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1), or MPI_Reduce for each block if
+    there are more than MAX_COUNT elements in total.
     """
     dtype, op, group = _dtype(kind), _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()

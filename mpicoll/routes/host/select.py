@@ -79,8 +79,8 @@ class _Barrier(Wrapper):
 
 
 class _ByPlace(Implementation):
-    """all_to_all, of which no rank knows all sizes: by the route of large calls. If the route of
-    small calls is shared memory, its first round exchanges the sizes and carries small calls.
+    """Implementation of all_to_all. No rank knows all sizes, so every call uses the route of large
+    calls. If the route of small calls is shared memory, the sizes and small calls go through it.
     """
 
     def __init__(self, kind: CallKind, row: dict[str, Steps]) -> None:
@@ -171,7 +171,7 @@ class _BySize(Implementation):
     def run(
         self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
     ) -> None:
-        """Run one call; the fastest way to the route of the smallest calls."""
+        """Run one call, with the fewest steps for the smallest calls."""
         if not isinstance(extent, int):
             assert self._uneven is not None
             self._uneven(send, recv, extent, root)
@@ -217,7 +217,7 @@ def _find_uneven(kind: CallKind) -> Run | None:
 
 
 def _smallest(steps: list[_Step], end: int) -> tuple[int, Run]:
-    """Return the count below which the smallest step serves, at most ``end``, and its ``run``."""
+    """Return the count where the step of the smallest calls ends, at most ``end``, and its run."""
     counts = (step.min_count for step in steps[:-1])
     return min([end, *counts]), steps[-1].implementation.run
 

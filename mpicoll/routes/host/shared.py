@@ -249,8 +249,8 @@ class Shared:
             raise self.failure()
 
     def compare(self, kind: int, number: int) -> bool:
-        """Return whether two numbers are the same on all ranks; see ``signature.compared``. Raises
-        MismatchError on all ranks if one of them runs another call on this segment instead.
+        """Return whether two numbers are the same on all ranks. kind: of ``encode_comparison``.
+        Raises MismatchError on all ranks if one of them runs another call on this segment instead.
         """
         agree, call = self.kernels.shared_compare, self._group.sequence
         if self._run(agree, self.pointer, call, kind, number):
@@ -284,7 +284,7 @@ class Shared:
         self.ways.save()
 
     def failure(self) -> BaseException:
-        """Return the error of the last call, and remove the call from the group's log."""
+        """Return the error of the last call, and fail the group or erase the call's record."""
         # Signal handlers run on the main thread alone.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and (interruption := take_interruption()) is not None:
@@ -319,7 +319,7 @@ class Shared:
 
 
 class Native(Implementation):
-    """``run`` with its native calls, and its version for segment tables."""
+    """An implementation with given native calls and a given function for segment tables."""
 
     def __init__(
         self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None = None
@@ -328,7 +328,7 @@ class Native(Implementation):
         self._native_calls, self._fused = native_calls, fused
 
     def native_calls(self) -> Sequence[NativeCall]:
-        """Return them."""
+        """Return the given native calls."""
         return self._native_calls
 
     def fused(self, count: int) -> Run | None:

@@ -148,7 +148,7 @@ def _try(memory: Shared, me: int, peers: _Peers) -> Iterator[str]:
         if error:
             why = f"rank {rank}'s memory cannot be read: {os.strerror(error)}"
         elif word[0] != peers.words[rank]:
-            why = f"rank {rank} has another process number here: they are in different containers"
+            why = f"rank {rank} has another process ID here, because it is in another container"
     yield why
     for rank in others:
         place = peers.tokens[rank] + np.uint64(8 * me) - np.uint64(8 * rank)
@@ -158,7 +158,7 @@ def _try(memory: Shared, me: int, peers: _Peers) -> Iterator[str]:
     yield why
     for rank in others:
         if peers.own[rank] != peers.words[rank]:
-            why = f"the word that rank {rank} has written into this rank's memory is not there"
+            why = f"rank {rank} wrote to this rank's memory, but the data did not arrive"
     yield why
 
 

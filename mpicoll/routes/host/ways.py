@@ -48,7 +48,7 @@ Times = dict[str, dict[int, dict[int, int]]]
 
 
 class Ways:
-    """The choices of one group.
+    """The measured ways of one group's calls, by kind of call.
 
     kernels:   the C library.
     processors: the processors of each rank, as text.
@@ -68,7 +68,7 @@ class Ways:
                 self._known = _parse(text)
 
     def make(self, kind: str) -> int:
-        """Return the address of new choices for a kind of call; 0: the default ways."""
+        """Return the address of a new table of ways for a kind of call; 0: the default ways."""
         if job.choose == "0":
             return 0
         made = self._choices[kind] = np.zeros(self._kernels.choices_size(), np.uint8)

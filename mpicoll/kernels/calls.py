@@ -196,7 +196,7 @@ class PythonCalls:
         self._record = [_NO_CALL, self._record[-1]]
 
     def drop_last(self) -> None:
-        """Drop the last call, a mismatch that has been reported, if each call is compared."""
+        """Erase the record of the last call, whose mismatch was reported. Only if ``compared``."""
         self._record[-1] = (self._record[-1][0], -1, 0, 0)
 
     def register_fast_path(self, *path: Any) -> None:

@@ -113,7 +113,7 @@ class Collective:
     send, recv: addresses; in-place calls use recv only.
     count:   elements of an in-place call.
     starts:  otherwise the index of the first element of each rank's block, and of the end.
-    root:    the rank that receives or sends; ALL.
+    root:    the rank that receives or sends; ALL without a root.
     divisor: of the result.
     call:    16 bits that must match on all ranks.
     """

@@ -94,7 +94,7 @@ def _enable_flight_recorder() -> None:
 
 
 def _is_mixed(requested: str) -> bool:
-    """Return whether a group also has other backends."""
+    """Return whether a group also has other backends; before torch 2.15 raise UnsupportedError."""
     mixed = len({part.rpartition(":")[2] for part in requested.split(",")}) > 1
     if mixed and not HAS_PYTHON_BACKENDS:
         raise UnsupportedError(

@@ -90,7 +90,7 @@ class ReconfigurableBackend(TorchBackend):
             lifecycle.abort(group)
 
     def shutdown(self) -> None:
-        """End the current group and the use of MPI."""
+        """Destroy the base group; if it is the core's default group, this ends all groups."""
         if self._groups.base.closed is None:
             lifecycle.destroy_process_group(self._groups.base)
 

@@ -110,7 +110,7 @@ def _is_whole(world_size: int | None) -> bool:
 
 
 def _read_rank(url: str) -> GivenRank:
-    """Return rank and size of the URL, or of RANK and WORLD_SIZE."""
+    """Return rank and size of the URL, or of RANK and WORLD_SIZE. Notify other ranks of errors."""
     try:
         return read_rank(url, None, None)
     except Exception as error:

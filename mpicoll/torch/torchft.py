@@ -67,7 +67,7 @@ class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
         self._pg = None
 
     def shutdown(self) -> None:
-        """End the group. ``mpicoll.destroy_process_group`` ends the job's use of MPI."""
+        """End the group as ``abort`` does, but not MPI: see ``mpicoll.destroy_process_group``."""
         self.abort(errored=False)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -133,7 +133,7 @@ class PendingWork(_Work):
         return timedelta(seconds=min(limits, default=MAX_TIMEOUT_S))
 
     def source_rank(self) -> int:
-        """Return the rank that sent the received message."""
+        """Return the global rank of the sender. Raises ArgumentError if this is not a receive."""
         return self._works[0].source_rank()
 
     def _source_rank(self) -> int:

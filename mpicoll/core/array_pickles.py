@@ -144,7 +144,7 @@ def _count_elements(shape: object) -> int:
 
 
 def rebuild_array(spec: object, shape: Any, fortran: object, data: Any) -> np.ndarray[Any, Any]:
-    """Return an array on the memory of ``data``. Raises RefusedPickleError if its size is wrong."""
+    """Return an array on the memory of ``data``. Raises RefusedPickleError for a wrong argument."""
     dtype, size = rebuild_dtype(spec), memoryview(data).nbytes
     # If elements had no bytes, a shape of any size would fit.
     if not dtype.itemsize or _count_elements(shape) * dtype.itemsize != size:

@@ -67,7 +67,7 @@ def build_views(
 
 
 def writes(primitive: Primitive, group: ProcessGroup, root: int) -> bool:
-    """Return whether the call writes this rank's output; False on the source of a broadcast."""
+    """Return whether the call writes this rank's output: for example not on a broadcast's root."""
     me = group.rank()
     if primitive.root and primitive.layout is Layout.IN_PLACE:
         return (root == me) is (primitive.root == "dst")

@@ -185,7 +185,7 @@ class ProcessGroup(Calls):
         return unwrap(self.resources.get_or_create("comm", run, close=free))
 
     def free(self) -> None:
-        """Free the group's own communicators."""
+        """Free the group's own communicators, except one with a message that did not arrive."""
         from mpi4py import MPI
 
         for one in (self.messages, self.inner):
@@ -265,7 +265,7 @@ class ProcessGroup(Calls):
         The first error counts, except that a LostRankError replaces any other one, because
         survivors can then shrink the group. ``failures.fail`` also notifies other ranks.
 
-        pending: it is a device error, and no waiting call will raise it.
+        pending: ``error`` is a device error that no waiting call will raise.
 
         Returns False if nothing has changed: the group was FAILED or CLOSED before.
         """

@@ -118,7 +118,7 @@ class Implementation:
 
 
 class Wrapper(Implementation):
-    """An implementation with another ``run`` around ``inner``, and the same native functions."""
+    """An implementation with the native functions of ``inner`` and another ``run``."""
 
     def __init__(self, inner: Implementation, run: Run) -> None:
         super().__init__(run)

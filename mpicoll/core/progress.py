@@ -99,7 +99,7 @@ class Poller:
         self._thread: threading.Thread | None = None
 
     def add(self, poll: Callable[[], bool]) -> None:
-        """Call ``poll()``, which tests an operation, until it returns True: it has ended."""
+        """Call ``poll()``, which tests an operation, until it returns True: the operation ended."""
         self._new.put(poll)
         with self._starting:
             if self._thread is None:

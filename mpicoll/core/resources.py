@@ -1,4 +1,4 @@
-"""Resources that the library keeps for a group, and their end."""
+"""Resources that routes keep for a group, and close with it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Resources:
         return found
 
     def replace(self, key: Hashable, value: T) -> T:
-        """Set the resource of a key, without functions that end it or the old one; return it."""
+        """Set the resource of a key; return it. Neither it nor the old one is ever closed."""
         self._kept[key] = _Kept(value, None, None, None)
         return value
 

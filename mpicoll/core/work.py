@@ -442,7 +442,7 @@ class Work:
         return f"<mpicoll.Work {self.description}: {state}>"
 
     def drop(self) -> None:
-        """Keep the arrays only as long as the devices use them."""
+        """Release the arrays as soon as the devices no longer use them."""
         for order in self.orders:
             order.drop()
 

@@ -28,7 +28,7 @@ class HostStaging:
         self._context.close()
 
     def place(self, view: DeviceView) -> View:
-        """Allocate host memory for the elements of an array: pinned if it has at most CHUNK."""
+        """Allocate host memory for an array's elements; pinned if they have at most CHUNK bytes."""
         runtime, nbytes = self._context.runtime, view.nbytes
         if nbytes <= CHUNK:
             memory = runtime.allocate_pinned(self._context.index, nbytes).on_host()

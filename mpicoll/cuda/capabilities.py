@@ -88,7 +88,7 @@ def forget() -> None:
 
 
 def discover(probes: bool = False, again: bool = False) -> Capabilities:
-    """Return the capabilities of this process, with MPI running; kept once settled.
+    """Return the capabilities of this process, and store them once settled. MPI must be running.
 
     probes: probe in child processes if neither the MPI library's reports nor earlier probes settle
             the question. That takes some seconds, at most about two minutes. With `exchange` one
@@ -151,7 +151,7 @@ def _discover(probes: bool, again: bool) -> Capabilities:
 
 
 def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | None) -> Capabilities:
-    """Combine the MPI library's claims and the outcome of a probe.
+    """Return ``found``, updated by the MPI library's claims and the outcome of a probe.
 
     claims:  the queries in which the library claims support for device memory.
     outcome: None without a probe.
@@ -220,8 +220,8 @@ def find_partners(nodes: Sequence[str], me: int) -> list[int]:
 
     nodes: the node of each rank.
 
-    Each rank is paired with the rank of the same local rank on the next node. If all nodes have the
-    same number of ranks, a rank has at most two partners.
+    Each rank is paired with the same local rank on the next node. If all nodes have the same number
+    of ranks, a rank has at most two partners.
     """
     ring, found = list(ranks_by_node(nodes).values()), set()
     for place, here in enumerate(ring):

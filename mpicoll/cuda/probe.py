@@ -51,7 +51,7 @@ def run_probe(
     limit: float = LIMIT,
     environment: Mapping[str, str] = os.environ,
 ) -> ProbeOutcome:
-    """Move device memory between two processes with a separate MPI world.
+    """Move device memory between two child processes with their own MPI world. Return the outcome.
 
     If two processes cannot be started, a single one is probed.
 
@@ -198,7 +198,7 @@ class ProbeDevice(NamedTuple):
     stream: int
 
     def fill(self, values: np.ndarray[Any, Any]) -> runtime.Memory:
-        """Return device memory that holds the values."""
+        """Copy values to new device memory."""
         memory = self.cuda.allocate(self.number, values.nbytes)
         host = self.cuda.allocate_pinned(self.number, values.nbytes)
         host.on_host()[...] = values.view(np.uint8)
@@ -231,7 +231,7 @@ _in_flight: list[Any] = []
 
 
 def exchange_messages(place: ProbeDevice, partners: Iterable[int], limit: float = LIMIT) -> str:
-    """Send device memory to each partner and receive from it, in each size. All partners call it.
+    """Send device memory of each of SIZES to each partner and receive it. All partners call this.
 
     limit: timeout in seconds for the messages of one size.
 

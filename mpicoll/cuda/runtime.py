@@ -200,8 +200,8 @@ class Runtime:
         self._cupy.cuda.Device(index).use()
 
     def settle(self, index: int) -> None:
-        """Make a device current for good on the calling thread, a thread of mpicoll, and do not let
-        the thread's calls disturb graph captures of other threads.
+        """Make a device current on the calling thread, which belongs to mpicoll, and permanently
+        keep the thread's calls from disturbing graph captures of other threads.
         """
         self.use(index)
         self._driver.relax_capture()
@@ -240,7 +240,7 @@ class Runtime:
     def using(self, index: int, stream: int) -> Iterator[None]:
         """Return a context in which a stream is CuPy's current one on a device.
 
-        Leaving it restores the stream before, also if Stream.use() has set it. CuPy's own context
+        Leaving it restores the previous stream, also if Stream.use() has set it. CuPy's own context
         would restore the stream of an outer ``with``.
         """
         before = self._cupy.cuda.get_current_stream(index)
@@ -335,7 +335,7 @@ class Runtime:
         return Memory(memory.ptr, nbytes, memory)
 
     def is_plain(self, address: int) -> bool:
-        """Return whether memory is neither managed nor from a CUDA pool, like ``allocate``."""
+        """Return whether memory, as that of ``allocate``, is neither managed nor of a CUDA pool."""
         attribute = self._driver.attribute
         return bool(attribute(EXPORTABLE, address)) and not attribute(MANAGED, address)
 

@@ -40,8 +40,8 @@ def agree(comm: MPI.Intracomm, mine: Mapping[str, str]) -> None:
 
     mine: result of ``find_facts`` on this rank.
 
-    The exchange is one of 16 bytes if all is well. It must stay the same in later versions, because
-    it is how two versions find out that they differ.
+    If the facts are equal, the ranks exchange only 16 bytes. This exchange must not change in later
+    versions, because different versions detect each other by it.
     """
     from mpi4py import MPI
 

@@ -129,7 +129,7 @@ def wait_unless(async_op: bool, work: Work) -> Work | None:
 
 
 def _as_output_list(output: Any) -> Sequence[Any]:
-    """Return the arrays that a call writes, from its argument."""
+    """Return the output argument of a call as a sequence of arrays."""
     return () if output is None else output if isinstance(output, (list, tuple)) else (output,)
 
 
@@ -457,7 +457,7 @@ def _plan(
 
 
 def to_mpi_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
-    """Return an exception of MPI as MPIError with operation and rank; any other as it is."""
+    """Convert an exception of MPI as ``wire.translate_error`` does; return others unchanged."""
     from mpicoll.routes.wire import translate_error
 
     return translate_error(error, name, group)

@@ -62,7 +62,7 @@ def batches(sizes: Sequence[int]) -> list[Sequence[int]]:
 
 
 class Entries:
-    """The calls of a list, one for each output and its input, with checked arguments. Without root.
+    """Calls without a root, one for each output and its input, with checked arguments.
 
     inputs: one per output; None for calls in place.
     held:   the calls end before the caller can resize or free an array.
@@ -354,12 +354,12 @@ class _OnHost(_Side):
             one.copy_to(beside)
 
     def write_back(self) -> None:
-        """Write the contiguous copies back."""
+        """Copy the contiguous copies back to their views."""
         for one, beside in self._copies:
             one.copy_from(beside)
 
     def table(self) -> SegmentTable:
-        """Return the table of the blocks, or of their contiguous copies, which are updated."""
+        """Update the contiguous copies. Return the table of these copies and the other blocks."""
         self._read_copies()
         counts = np.frombuffer(self._counts, np.uintp)
         starts = np.frombuffer(self._addresses, np.uintp).reshape(self._lines, 1, -1)

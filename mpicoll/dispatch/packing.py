@@ -57,7 +57,7 @@ def _packed(kind: CallKind, inner: Run, on_device: bool) -> RunOnViews:
 
 
 def _one_by_one(inner: Run) -> RunOnViews:
-    """Return ``_packed`` for an ``inner`` that takes lists of buffers."""
+    """Return a function as ``_packed`` does, for an ``inner`` that takes lists of buffers."""
 
     def run(send: View | None, recv: View | None, extent: Extent, root: int) -> None:
         to = () if recv is None else recv.parts

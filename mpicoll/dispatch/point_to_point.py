@@ -312,7 +312,7 @@ def check_tag(group: ProcessGroup, name: str, tag: SupportsIndex) -> int:
 
 
 def _with_dtype(tag: int, dtype: DType) -> int:
-    """Return MPI's tag of messages of one dtype with a user's tag."""
+    """Return the MPI tag for messages with a user's tag and a dtype."""
     return tag * _TAGS + dtype.code
 
 
@@ -387,7 +387,7 @@ def stop_polling() -> None:
 def drain(group: ProcessGroup, limit: float) -> None:
     """End a group's pending messages: cancel receives, wait for sends.
 
-    Raises CollectiveTimeoutError where a send is not received within ``limit`` seconds.
+    Raises CollectiveTimeoutError if a send is not received within ``limit`` seconds.
     """
     for work in list(group.in_flight):
         if work._receives:

@@ -119,7 +119,7 @@ def _record(why: str, waits: bool = True) -> None:
 
 
 def _record_failure(group: ProcessGroup, error: Exception) -> None:
-    """Observe the failure of a group. It does not wait for other threads, which may be stuck."""
+    """Write the record when a group fails. Does not wait for other threads, which may be stuck."""
     if group in state.groups:  # not an internal group of a route
         _record(str(error), isinstance(error, _WAITING))
 

@@ -44,7 +44,7 @@ def grace() -> float:
 def fail(group: ProcessGroup, error: DistBackendError, pending: bool = False) -> None:
     """Fail a group on all its ranks. On this rank, present and later calls raise ``error``.
 
-    pending: it is a device error, and no waiting call will raise it.
+    pending: ``error`` is a device error that no waiting call will raise.
 
     Does nothing if the group has failed with another error, or is closed. If it has failed with
     this error, only the other ranks are notified.

@@ -290,7 +290,7 @@ def is_ordered_to_end() -> bool:
 
 
 def _after_fork() -> None:
-    """Leave the page and the pipe, whose closing means the end of the rank, to the parent."""
+    """In a forked child, close the page and the pipe, which belong to the parent."""
     global _own
     if _own is not None:
         _own.close()

@@ -400,7 +400,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._send(line, answer)
 
     def _tell_head(self, news: dict[str, Any], when: float) -> None:
-        """Report to the head an event of a time on the monotonic clock."""
+        """Report an event to the head. when: its time on the monotonic clock."""
         if self._head is None:
             self._handle_news(news, when)
         else:
@@ -446,7 +446,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._dying.append(rank)
 
     def _record_end(self, rank: _Rank) -> None:
-        """Record that the process of a rank has ended, and how, which may be known a bit later."""
+        """Record that a rank's process has ended, and how; wait up to _END_TIMEOUT_S for that."""
         self._record_sign(rank)
         until = 0.0 if rank.is_quiet else time.monotonic() + _END_TIMEOUT_S
         rank.how = _read_end(rank.pidfd, rank.pid, until)
@@ -454,7 +454,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._close(rank.pidfd)
 
     def _find_losses(self) -> None:
-        """Report ranks that end the job themselves. Report lost ranks once it is known how."""
+        """Report ranks that end the job themselves, and lost ranks once their end is known."""
         for one in self._ranks:
             if one.page.state == ENDING and one not in self._ending:
                 self._ending.add(one)

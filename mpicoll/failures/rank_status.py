@@ -87,8 +87,8 @@ def send(group: ProcessGroup, state: int = RUNNING) -> None:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Make no calls to MPI on the watchdog thread for status messages and losses. A status other
-    than RUNNING, such as FAILED, is still sent.
+    """Context in which the watchdog thread makes no MPI calls for status messages and losses. A
+    status other than RUNNING, such as FAILED, is still sent.
 
     Open MPI's MPI_Comm_create_from_group may hang on all ranks if another thread makes progress in
     MPI meanwhile. The group's timeout still ends a call that hangs for another reason.
@@ -158,7 +158,7 @@ def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
 def describe_mismatch(group: ProcessGroup, ends: bool = False) -> str:
     """Describe how another rank's calls since the last comparison differ from this rank's.
 
-    ends: only ranks that make no more calls; their last calls must be the same.
+    ends: check only ranks that make no more calls; their last calls must be the same.
 
     Returns "" if no difference is known.
     """

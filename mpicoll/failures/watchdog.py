@@ -119,7 +119,7 @@ class Watchdog(RankEnd):
         self.native_id = self._thread.native_id or 0
 
     def remove(self) -> None:
-        """Remove the group's part of the hooks, and end the thread."""
+        """Reset the exit hooks to those of a rank without a group, and end the threads."""
         global _current
         exit_hooks.install_in_rank()
         self._stopping.set()
@@ -146,7 +146,7 @@ class Watchdog(RankEnd):
         return super().rank() if default is None else str(default.rank())
 
     def extra_lines(self) -> list[str]:
-        """Report the end of this rank; return the line that names the flight records."""
+        """Report this rank's end to the node monitor; return the line with the flight records."""
         monitor_client.report_ending()
         return flight_record.last_words()
 
@@ -230,7 +230,7 @@ class Watchdog(RankEnd):
                 receive_failures(group)
 
     def _find_calls(self) -> set[tuple[ProcessGroup, int]]:
-        """Return the groups that wait in a call without a progress thread, and its number."""
+        """Return each group that is inside a synchronous call, with the number of the call."""
         groups = [group for group in list(state.groups) if group.lock.locked()]
         return {(group, group.begun) for group in groups if not group.busy()}
 
@@ -320,8 +320,8 @@ class Watchdog(RankEnd):
     def _check_failed(
         self, group: ProcessGroup, error: DistBackendError, wait: _Wait, now: float
     ) -> None:
-        """End the job if the program does not notice that a group has failed: no call raises an
-        error of devices, or a call is blocked inside MPI.
+        """End the job if the program does not notice that a group has failed: no call has raised
+        its device error, or a call is blocked inside MPI.
         """
         is_lost = isinstance(error, LostRankError)
         if wait.failed is None:

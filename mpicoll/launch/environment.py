@@ -77,9 +77,9 @@ def choose_bootstrap(
 
     openmpi: the MPI library is Open MPI; else one of the MPICH family.
 
-    "manager": by the process manager that started them; "server": by mpicoll's PMI server.
-    A process manager that announces another number of ranks is used: MPI then reports the mismatch.
-    One that announces a single rank is ignored, because it only started a process on a node.
+    "manager": by the process manager that started them; "server": by mpicoll's PMI server;
+    "single": one rank, without either. A manager that announces another number of ranks is used:
+    MPI then reports the mismatch. One that announces a single rank has only started a process.
     """
     protocol = PmiProtocol.PMIX if openmpi else PmiProtocol.PMI
     announced = None if is_inherited(environment) else _managed_size(protocol, environment)
@@ -197,7 +197,7 @@ def has_own_gpus(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_world(size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Raise LaunchError if a launcher started several ranks but MPI_COMM_WORLD has one."""
+    """Raise LaunchError if ``size`` is 1 but a launcher started more ranks, unless SINGLETON=1."""
     if size != 1 or environment.get(SINGLETON) == "1":
         return
     for launcher in launchers.find_launchers(environment):

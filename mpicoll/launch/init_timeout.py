@@ -64,7 +64,7 @@ def enforce_timeout(
 
 
 def end_after(limit: float, message: str, code: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context that ends this process with a message after ``limit`` seconds."""
+    """Return a context that ends this process after ``limit`` seconds, if there is a C library."""
     if kernels is None:
         return contextlib.nullcontext()
     return _limited(limit, message.encode(), b"", None, 0, code)

@@ -106,7 +106,7 @@ def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> N
 
 
 def reduce_scatter(scope: Scope, send: View, recv: View, blocks: Blocks, root: int) -> None:
-    """Combine one block of the elements of all ranks on each rank: a pairwise exchange.
+    """Combine on each rank its block of the elements of all ranks, by a pairwise exchange.
 
     A rank sends original elements: (n - 1) / n times the bytes, the minimum, and one latency for
     each chunk (Thakur and others, as above, section 4.4, for long messages).

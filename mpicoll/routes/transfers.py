@@ -49,7 +49,7 @@ class Transfer(NamedTuple):
 
 
 def misfit(kind: CallKind, rank: int | None, expected: int = 0, sent: int = 0) -> MismatchError:
-    """Return the error for a block that has two sizes. rank: its sender; None: of other ranks."""
+    """Return the error of a block whose size differs on sender (``rank``, or None) and receiver."""
     words = (
         "collective mismatch: other ranks' block sizes differ from the sizes sent"
         if rank is None

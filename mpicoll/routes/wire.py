@@ -174,7 +174,9 @@ def _exchange_bytes(comm: MPI.Intracomm, outs: Sequence[Bytes], sizes: Any) -> l
 
 
 def translate_error(error: Exception, name: str, group: ProcessGroup) -> Exception:
-    """Convert an exception of MPI to MPIError, or to the group's error if a rank is lost."""
+    """Convert an exception of MPI to MPIError, or to the group's error if a rank is lost. Return
+    any other exception unchanged.
+    """
     if not isinstance(error, MPI.Exception):
         return error
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):

@@ -123,7 +123,7 @@ class MappedArrays(RouteState):
         return [root] if gathers else range(self.n)
 
     def _jobs(self, kind: CallKind, extent: Extent, root: int) -> Iterable[Job]:
-        """Return this rank's work."""
+        """Return the jobs that this rank runs."""
         sent = self._rows[:, _SIZES : _SIZES + self.n]
         if self.shares_gpu:
             return jobs_of(kind, extent, root, sent)
@@ -198,7 +198,7 @@ class MappedArrays(RouteState):
                 self._wait_for(set(workers) - {self.me}, DONE)
 
     def compare(self, signature: int, number: int, failure: Exception | None) -> None:
-        """Exchange words; see RouteState."""
+        """Exchange the descriptions of calls and arrays; see RouteState."""
         mine, self.met = self._own, self.group.sequence
         mine[:_HEAD] = signature, number, self.met, failure is not None
         if self.group.agree is None or self._words is None:

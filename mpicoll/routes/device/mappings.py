@@ -32,7 +32,7 @@ _lock = threading.Lock()  # held while ``_all`` is read or changed
 
 
 def open_memory(context: DeviceContext, handle: bytes) -> Memory:
-    """Map another process's memory, as ``Runtime.open``. Raises the driver's error."""
+    """Map another process's memory. After an error, close all unused mappings and retry once."""
     try:
         return context.runtime.open(context.index, handle)
     except Exception:

@@ -185,7 +185,7 @@ class Nccl(RouteState):
             )
 
     def _find_late_call(self, name: str) -> DistBackendError | None:
-        """Return the error of the first call if it is not done within the group's timeout."""
+        """Return the error of the oldest pending call if it exceeds the group's timeout."""
         limit = self.group.timeout
         try:
             number, signature, since, done = self._pending[0]

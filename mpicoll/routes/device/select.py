@@ -190,7 +190,7 @@ class Agreement:
             state.abort(error, alone)
 
     def abandon(self) -> None:
-        """End calls on devices without waiting for other ranks."""
+        """Fail the group, and end its calls on devices without waiting for other ranks."""
         _abandoned.append(self)  # other ranks may map memory of this one
         self.group.error = self.group.error or DistBackendError(
             f"process group {self.group.group_name!r} was aborted"

@@ -46,7 +46,7 @@ def build(kind: CallKind) -> Implementation:
 
 
 def get_space(group: ProcessGroup) -> Host:
-    """Return the host's memory for algorithms in a group."""
+    """Return the host memory space of a group."""
     return group.resources.get_or_create("exchange", Host)
 
 

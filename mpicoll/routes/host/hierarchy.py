@@ -239,8 +239,8 @@ class HierarchyCall:
             raise ApartError from None
 
     def agree(self) -> None:
-        """Compare the nodes' calls, after the first exchange and before the first message to
-        another node. Ranks that are on no rail detect a mismatch in the next exchange.
+        """Compare the nodes' calls, after the first exchange and before the first message between
+        nodes. Raises ApartError; ranks that are on no rail raise it in the next exchange.
         """
         if self._agreed or self._compare(self._number):
             return

@@ -231,7 +231,7 @@ class Shared:
 
     def should_run_inline(self, kind: int, count: int) -> bool:
         """Return whether every rank has entered an async call, and the progress thread has no free
-        processor. The call is given by ``encode_kind`` and its count, or another number.
+        processor. kind, count: of the call; see mpicoll.core.signature.
         """
         if not self._crowded_beside:
             return False

@@ -165,7 +165,7 @@ class PythonCalls:
         self.lock.release()
 
     def publish(self, address: int) -> None:
-        """Keep the last call at an address in the status page from now on; 0: in this object."""
+        """From now on store the last call at an address in the status page; 0: in this object."""
         before, self._last = self._last, _LastCall.from_address(address) if address else self._own
         self._last[2:] = list(before)[2:]
 

@@ -96,7 +96,7 @@ def room_of(nbytes: int, ranks: int, blocks: int) -> int:
 
 
 class Cut(NamedTuple):
-    """How a call is split: blocks of the kernel, shots, and elements that a block does at once."""
+    """How a call is split: blocks of the kernel, shots, and elements per block at a time."""
 
     blocks: int
     shots: int

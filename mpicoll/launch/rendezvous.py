@@ -231,7 +231,7 @@ class FileStore(Store):
             raise LaunchError(message) from error
 
     def get(self, key: str) -> bytes:
-        """Return the content, maybe of an earlier job. Raises ServerNotFoundError without a file."""
+        """Return the content, maybe an earlier job's. Raises ServerNotFoundError without a file."""
         try:
             with self._path.open("rb") as file:
                 value = file.read(_MAX_FILE_BYTES)

@@ -120,7 +120,7 @@ def test_judge(claims, outcome, cuda, problem):
     assert found.cuda is cuda
     assert found.settled == (outcome is not None)
     assert problem in found.problem and bool(found.problem) == bool(problem)
-    assert "q: yes" in found.why if claims else "does not say" in found.why
+    assert "q: yes" in found.why if claims else "does not report" in found.why
 
 
 @pytest.mark.skipif(library.kernels is None, reason=library.describe())

@@ -123,8 +123,8 @@ def _agree_to_start(
     if any(pending):
         late = [rank for rank, one in enumerate(pending) if one]
         raise DistBackendError(
-            f"{_WHERE}: async work of ranks {late} is still pending in other groups, which end "
-            "now; wait for every Work before the call"
+            f"{_WHERE}: async work of ranks {late} is still pending in other groups, which "
+            f"{_WHERE} ends; wait for every Work before the call"
         )
     if problems[0]:
         raise ArgumentError(problems[0])

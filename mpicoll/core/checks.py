@@ -254,8 +254,8 @@ def _exchanged(
         blocks = Blocks(_blocks(send, of_send, n, names[1]), receives)
     if blocks.sends[me] != blocks.receives[me]:
         raise ArgumentError(
-            f"{primitive.name}: rank {me} sends itself {format_count(blocks.sends[me], 'element')} "
-            f"and expects {blocks.receives[me]}"
+            f"{primitive.name}: rank {me} sends {format_count(blocks.sends[me], 'element')} to "
+            f"itself, but receives {blocks.receives[me]} from itself; pass equal sizes for both"
         )
     return send, recv, blocks
 

@@ -64,9 +64,9 @@ class DeviceContext:
         """Raise UnsupportedError in a capture: the memory of a graph must not be freed."""
         if self.captured:
             raise UnsupportedError(
-                "a call that is captured into a CUDA graph cannot allocate scratch memory: pass "
-                "contiguous arrays that do not overlap, on the device of the group's first call; "
-                "lists of arrays and PREMUL_SUM are not supported"
+                "a call that is being captured into a CUDA graph cannot allocate scratch memory: "
+                "pass contiguous arrays that do not overlap, on the device of the group's first "
+                "call; lists of arrays and PREMUL_SUM are not supported"
             )
 
     def begin(self) -> None:

@@ -111,8 +111,8 @@ def fail_with_peer(group: ProcessGroup, rank: int) -> None:
     error = known or DistBackendError(
         f"rank {group.ranks[group.rank()]} of group {group.group_name}: {name} the group, in "
         f"or after call {theirs.number}, {describe_call(theirs.last_call)}: a call has failed "
-        "on it, or on a rank that it received the failure from; the error of that rank has the "
-        "reason. The results of that call and later ones may be incomplete on any rank. "
+        "on that rank, or on a rank that has notified it; see the error of the rank where the call "
+        "failed. The results of that call and later ones may be incomplete on any rank. "
         f"{_CLOSED}"
     )
     fail(group, error, pending=group.device_error is not None)

@@ -124,7 +124,7 @@ def _describe(group: ProcessGroup, ranks: list[int]) -> str:
     why = (
         f"has lost {format_ranks(ranks)}, whose process has ended"
         if ranks
-        else "has lost a rank, or another rank has failed it, whose error has the reason"
+        else "has lost a rank, or another rank has closed it after an error; see that error"
     )
     return (
         f"group {group.group_name} {why}; it cannot be used any more. Create a group of the "

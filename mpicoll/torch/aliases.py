@@ -137,5 +137,5 @@ def warn_if_unused() -> None:
         return
     write_lines(
         f"python -m mpicoll run: warning: {size} ranks were started, but the script created no "
-        "process group, so each rank ran it alone. If a library should create it, enable that"
+        "process group, so each rank ran it alone. If a library creates it, configure the library"
     )

@@ -78,7 +78,7 @@ class DerivedGroups:
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> Any:
-        """Create a subgroup; only its members call it. Returns None on other ranks.
+        """Create a subgroup. Only its members need to call it; returns None on other ranks.
 
         new_ranks: ranks in this group, in the order of the new one.
         """

@@ -146,7 +146,7 @@ class Levels(RouteState):
         if not self.inside.states:
             reasons = "; ".join(f"{name}: {why}" for name, why in self.inside.missing.items())
             ranks = ", ".join(map(str, self.here))
-            raise UnsupportedError(f"ranks {ranks} map no memory of each other ({reasons})")
+            raise UnsupportedError(f"ranks {ranks} cannot map each other's memory ({reasons})")
 
     def _join_rail(self, agreement: Agreement) -> None:
         if self.on_rail:

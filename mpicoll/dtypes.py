@@ -14,11 +14,6 @@ import numpy as np
 
 from mpicoll.errors import ArgumentTypeError
 
-__all__ = [
-    "DTYPES", "OPERATIONS", "DType", "Factor", "Kind", "ReduceOp", "by_dlpack", "by_name",
-    "by_numpy",
-]  # fmt: skip
-
 
 class Kind(Enum):
     """Arithmetic of a dtype."""

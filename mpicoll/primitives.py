@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 
-__all__ = ["PRIMITIVES", "Layout", "Primitive", "by_name"]
-
 
 class Layout(Enum):
     """Relation of input and output in a group of n ranks."""

@@ -13,13 +13,6 @@ from typing import NamedTuple
 
 from mpicoll.errors import ArgumentError
 
-__all__ = [
-    "ALLOW_SINGLETON", "CALLS", "CHOOSE", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS",
-    "KERNELS", "RECORD_FILE", "RECORD_LENGTH", "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS",
-    "SHARED_MEMORY", "SINGLE_COPY", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG",
-    "Setting", "check", "find_problems", "list_set",
-]  # fmt: skip
-
 _PREFIX = "MPICOLL_"
 
 

@@ -15,12 +15,6 @@ from mpicoll.cuda.streams import CurrentStreams, DeviceContext
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
-__all__ = [
-    "CARRIERS", "Adapter", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
-    "FastView", "View", "ViewList", "address", "array_at", "contiguous_strides", "empty",
-    "find_conflict", "find_overlapping", "find_shared", "from_numpy", "memory_at", "overlaps",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 
 #: One-dimensional bytes.

@@ -27,17 +27,6 @@ from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.launch.launchers import find_rank
 from mpicoll.output import write_lines
 
-__all__ = [
-    "COMMANDS",
-    "end_group",
-    "find_write_problem",
-    "is_first_rank",
-    "main",
-    "parse_size",
-    "refuse",
-    "start_group",
-]
-
 #: Descriptions of commands, by the names of their modules.
 COMMANDS: dict[str, str] = {
     "bench": "time collectives and check their results",

@@ -23,8 +23,6 @@ from mpicoll.primitives import PRIMITIVES, Layout, by_name
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["add_arguments", "run"]
-
 T = TypeVar("T")
 
 #: Names of dtypes in nccl-tests.

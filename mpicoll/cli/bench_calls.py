@@ -30,30 +30,6 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "MEMORIES",
-    "PERIOD",
-    "Buffers",
-    "Case",
-    "Memory",
-    "MemoryArray",
-    "Side",
-    "allocate_zeros",
-    "block_count",
-    "contents",
-    "count_wrong",
-    "expected",
-    "fill",
-    "find_memory_problem",
-    "fresh",
-    "named_call",
-    "op_name",
-    "own_call",
-    "ring",
-    "variants",
-    "wrong",
-]
-
 
 @dataclass(frozen=True)
 class Case:

@@ -31,8 +31,6 @@ from mpicoll.cli.timing import MAX_SPREAD, Effort, Fresh, Samples, Timer
 from mpicoll.kernels import library
 from mpicoll.primitives import Primitive
 
-__all__ = ["Bench", "Result"]
-
 #: A line of the table, or the measurements of one call in it.
 Result = dict[str, Any]
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.cuda.capabilities import Capabilities
 
-__all__ = ["Findings", "Placement", "add_arguments", "advise", "run"]
-
 Facts = dict[str, str]
 Routes = dict[str, str]
 

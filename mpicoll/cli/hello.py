@@ -9,8 +9,6 @@ import socket
 from mpicoll import cli, control_messages
 from mpicoll.machine import format_ranges
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add no arguments."""

@@ -20,19 +20,6 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "CALL_COUNTS",
-    "MAX_SPREAD",
-    "Call",
-    "Effort",
-    "Figure",
-    "Fresh",
-    "Samples",
-    "Timed",
-    "Timer",
-    "Times",
-]
-
 Call = Callable[[], object]
 
 

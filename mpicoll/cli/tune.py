@@ -35,8 +35,6 @@ from mpicoll.routes.tuning import DEFAULT, Rows, Steps, merge_steps, route_at
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["add_arguments", "choose_steps", "find_points", "measure", "run"]
-
 #: Exit code if measurements are too few or too noisy for a table.
 _UNRELIABLE = 3
 #: Ratio of times above which a route is slower than another one, if the interquartile ranges of

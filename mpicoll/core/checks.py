@@ -19,10 +19,6 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "Splits", "Views", "build_views", "check_operation", "find_operation", "reads", "writes",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 #: The views of a call's input and output, and its extent.

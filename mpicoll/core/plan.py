@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from mpicoll.arrays.views import Buffer, DeviceView, View
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "Blocks", "CallKind", "Contiguous", "Extent", "Implementation", "NativeCall", "Plan", "Run",
-    "RunOnViews", "SegmentTable", "Task", "Wrapper", "agreed_sizes",
-]  # fmt: skip
-
 
 class Blocks(NamedTuple):
     """Counts of the blocks sent to and received from each rank, where they may differ."""

@@ -17,11 +17,6 @@ from mpicoll.launch.mpi_library import find_library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Capabilities", "discover", "exchange", "find_nodes", "find_partners",
-    "judge", "try_messages",
-]  # fmt: skip
-
 #: Support for device memory set by the site.
 OVERRIDE = settings.CUDA_AWARE.name
 #: Timeout in seconds for the messages between nodes.

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from mpicoll.launch.mpi_library import find_function
 
-__all__ = ["QUERIES", "SWITCHES", "find_switch", "find_ucx_remedy", "has_ucx_cuda"]
-
 
 class Switch(NamedTuple):
     """An environment variable that turns off device memory in an MPI library.

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from mpicoll import private_files
 from mpicoll.launch.launchers import is_launcher_variable
 
-__all__ = ["HUNG", "OK", "ProbeOutcome", "build_key", "digest", "load", "store"]
-
 #: Prefixes of variables that may affect how an MPI library handles device memory.
 _SETTINGS = re.compile(
     "MPICH_|MPIR_|MVP_|MV2_|I_MPI_(OFFLOAD|FABRICS|OFI|SHM)|OMPI_MCA_|OPAL_|UCX_|FI_|PSM|LD_LIBRARY_PATH$|LD_PRELOAD$|MPI4PY_"

@@ -23,11 +23,6 @@ from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
-__all__ = [
-    "HANDLE_BYTES", "LEGACY", "PER_THREAD", "UNKNOWN", "Allocation", "Event", "Memory", "Runtime",
-    "StridedMemory", "allocate", "get_runtime",
-]  # fmt: skip
-
 #: Stream numbers: CUDA's legacy default stream, which is ordered with all other streams except
 #: non-blocking ones; the per-thread default stream; and a stream that the array's library does not
 #: name.

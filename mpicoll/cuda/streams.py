@@ -14,8 +14,6 @@ from mpicoll.cuda.runtime import LEGACY, PER_THREAD, UNKNOWN, Event, Memory, Run
 from mpicoll.cuda.threads import set_process_device
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["CapturedOrder", "CurrentStreams", "DeviceContext", "Point", "StreamOrder", "poll_until"]
-
 
 class DeviceContext:
     """A group's resources on one device: streams, and scratch memory that its calls use in turn.

@@ -34,11 +34,6 @@ from mpicoll.output import format_count
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Message", "MessageWork", "begin_message", "check_tag", "drain", "exchange_bytes",
-    "find_source", "in_background", "keep_polling", "stop_polling",
-]  # fmt: skip
-
 #: Tests pending messages, so that MPI progresses them while Python computes.
 _poller = Poller()
 #: Messages to ranks that have exited, with their buffers, which MPI may still read.

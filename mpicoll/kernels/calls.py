@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
     from mpicoll.core.progress import Worker
 
-__all__ = [
-    "COMPARE", "FUSED", "LISTS", "CallEntry", "Calls", "PythonCalls", "add_tensor_type",
-    "bind_fast_path", "describe", "find_signal_handler", "take_interruption",
-]  # fmt: skip
-
 #: The types of functions of the C library that fast paths call; FUSED runs a list of calls.
 LISTS, COMPARE, FUSED = range(3)
 

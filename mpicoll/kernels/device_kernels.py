@@ -21,10 +21,9 @@ import numpy as np
 
 from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
-from mpicoll.kernels.peers import PIECE, RANKS, Collective, Peers
+from mpicoll.kernels.peers import PIECE as PIECE
+from mpicoll.kernels.peers import RANKS, Collective, Peers
 from mpicoll.kernels.reduction import Loop, factor_of, find_loop
-
-__all__ = ["PIECE", "DeviceKernels", "external_stream"]
 
 #: Threads per block.
 _THREADS = 256

@@ -14,11 +14,6 @@ import numpy as np
 
 from mpicoll.kernels.reduction import Loop
 
-__all__ = [
-    "ALL", "BLOCKS", "CLOSED", "DIFFERS", "FAILED", "HEADER", "LATE", "PIECE", "RANKS", "STEP_BITS",
-    "Collective", "Cut", "Failure", "Peers", "room_of",
-]  # fmt: skip
-
 #: Bytes that a thread reads or writes at once; LENGTH in device.cu. Arrays to combine are read in
 #: pieces of this size if their addresses are equal modulo this number, else element by element.
 PIECE = 16

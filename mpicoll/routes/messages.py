@@ -17,8 +17,6 @@ from mpicoll.routes.wire import Message, message
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Messages", "Scope", "Span", "in_flight", "shares_of", "spans_of", "whole_message"]
-
 #: Unfinished messages: their memory is held, for ever if an error came between.
 in_flight: set[Messages] = set()
 

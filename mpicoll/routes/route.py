@@ -12,12 +12,6 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Primitive
 
-__all__ = [
-    "EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "Needs", "Policy", "Route",
-    "Serves", "has_loop",
-]  # fmt: skip
-
-
 #: Names of operations that several routes serve.
 MOVES = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter")
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")

@@ -17,8 +17,6 @@ from mpicoll.routes.host import shared
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["choose", "share_memory"]
-
 
 def choose(kind: CallKind, on_device: bool) -> Implementation:
     """Return the implementation of a kind of call on host or device memory.

@@ -12,8 +12,6 @@ from mpicoll.core.plan import CallKind
 from mpicoll.errors import MismatchError
 from mpicoll.output import format_count
 
-__all__ = ["Get", "Put", "Transfer", "addresses", "cut", "misfit"]
-
 
 class Put(NamedTuple):
     """A block that a rank puts into its slot."""

@@ -19,11 +19,6 @@ from mpicoll.output import format_count
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "INT_MAX", "all_gather_bytes", "broadcast_bytes", "datatype", "exchange", "gather_bytes",
-    "message", "operation", "scatter_bytes", "scratch", "translate_error",
-]  # fmt: skip
-
 #: The largest count that every MPI takes (MPI-3 counts are C ints).
 INT_MAX = 2**31 - 1
 

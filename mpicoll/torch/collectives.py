@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import AllgatherOptions
 
-__all__ = ["Collectives"]
-
 #: Number of rows for each rank, of the output and of the input.
 Splits = tuple[Sequence[int], Sequence[int]]
 

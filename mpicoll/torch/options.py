@@ -24,12 +24,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = [
-    "MAX_TIMEOUT_S", "OPERATION_BY_HASH", "CallOptions", "DefaultOptions", "GroupOptions",
-    "Operation", "Options", "Tensors", "convert_op", "fill_options", "fill_timeout", "get_seconds",
-    "unwrap_list", "unwrap_tensor",
-]  # fmt: skip
-
 # --- options of a group -------------------------------------------------------------------------
 
 #: A hundred years in seconds: C++ counts milliseconds, and cannot express an infinite timeout.

@@ -11,8 +11,6 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import by_name
 
-__all__ = ["all_reduce"]
-
 _ALL_GATHER = by_name["all_gather"]
 _ALL_GATHER_SINGLE = by_name["all_gather_single"]
 

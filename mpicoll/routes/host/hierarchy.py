@@ -30,11 +30,6 @@ from mpicoll.serialized_mpi import create_group
 if TYPE_CHECKING:
     from mpicoll.routes.host.shared import Shared
 
-__all__ = [
-    "ApartError", "Hierarchy", "HierarchyCall", "Place", "get_or_create", "level_arithmetic",
-    "make_part", "node_of", "places_of",
-]  # fmt: skip
-
 #: Minimum size in bytes of a rail's share; short messages use fewer rails.
 SHARE = 4 * 1024
 

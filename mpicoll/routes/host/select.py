@@ -31,8 +31,6 @@ from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["candidates", "choose", "describe", "place"]
-
 
 def choose(kind: CallKind, listed: bool = False) -> Implementation:
     """Return the implementation for calls of this kind.

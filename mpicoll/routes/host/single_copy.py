@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.host.shared import Shared
 
-__all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
-
 
 class SingleCopy:
     """A group whose ranks can read and write each other's memory."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.kernels.library import Kernels
 
-__all__ = ["Ways"]
-
 #: The ways of choice.h, by bit, and the number of size classes of choice.c: powers of two.
 _NAMES = {
     1: "one shot",

@@ -189,14 +189,12 @@ def fail_after_mpi_error(group: ProcessGroup, error: MPIError) -> DistBackendErr
     if group.size() == 1 or lost_ranks.is_fault_tolerant():
         return error
     fail(group, error)
-    end, expected = time.monotonic() + _ANSWER_TIMEOUT_S, rank_status.neighbours(group)
-    while True:
-        rank_status.receive(group)
-        found = find_mismatch(group, ". MPI reported an error in this call; the group has failed")
-        has_all = expected <= rank_status.find_departed(group, rank_status.FINAL)
-        if found is not None or has_all or time.monotonic() > end or is_serialized():
-            return found or error
-        time.sleep(1e-3)
+    rank_status.wait_for_neighbours(
+        group, rank_status.FINAL, time.monotonic() + _ANSWER_TIMEOUT_S,
+        until=lambda: is_serialized() or rank_status.describe_mismatch(group),
+    )  # fmt: skip
+    why = ". MPI reported an error in this call; the group has failed"
+    return find_mismatch(group, why) or error
 
 
 def find_mismatch(group: ProcessGroup, consequence: str = "") -> MismatchError | None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from mpicoll.arrays.views import Buffer, DeviceView, View
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.reproducible import EXACT, needed
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
-
-if TYPE_CHECKING:
-    from mpicoll.arrays.views import Buffer, DeviceView, View
-    from mpicoll.core.groups import ProcessGroup
 
 
 class Blocks(NamedTuple):

@@ -8,15 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpicoll import __version__
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.signature import describe, read_call, with_root
 from mpicoll.kernels.calls import CallEntry
 from mpicoll.launch.error_output import find_stack
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Names of lists of calls.
 _LIST_NAMES = {

@@ -18,19 +18,16 @@ from __future__ import annotations
 
 import sys
 from array import array
-from typing import TYPE_CHECKING
 
 from mpicoll import control_messages
 from mpicoll.core.debug_level import DebugLevel, get_debug_level
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
 from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
 from mpicoll.kernels.calls import RecordEntry
 from mpicoll.output import format_count
 from mpicoll.serialized_mpi import with_wait
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Each of a group's first calls is compared, then the record of each stride of calls. The first
 #: entry of a record is the last call before it, or the digest of all earlier calls.

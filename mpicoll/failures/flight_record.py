@@ -19,10 +19,9 @@ import time
 import weakref
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpicoll import private_files, settings
-from mpicoll.core.groups import default_group, on_fail, state
+from mpicoll.core.groups import ProcessGroup, default_group, on_fail, state
 from mpicoll.core.recorder_format import build_record
 from mpicoll.core.work import on_timeout
 from mpicoll.errors import (
@@ -34,9 +33,6 @@ from mpicoll.errors import (
 )
 from mpicoll.failures import rank_status
 from mpicoll.output import write_lines
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Time that other ranks have to write their records before this rank ends the job.
 _RECORDS_TIMEOUT_S = 3.0

@@ -15,17 +15,14 @@ handler that raises an exception in a call need no message to other ranks. They 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from mpicoll import settings
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
 from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.consistency import describe_call
 from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
 from mpicoll.launch.world import finalize_within, is_serialized
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Seconds that a blocking call of MPI has to return after its group has failed.
 _GRACE_S = 10.0

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, line_protocol
-from mpicoll.core.groups import on_close, on_open, state
+from mpicoll.core.groups import ProcessGroup, on_close, on_open, state
 from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
@@ -32,8 +32,6 @@ from mpicoll.signals import blocked_job_signals
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpicoll.core.groups import ProcessGroup
 
 #: The descriptors of a rank that the monitor opens.
 _OPENED = {"page": os.O_RDWR, "stacks": os.O_RDWR, "bell": os.O_RDONLY | os.O_NONBLOCK}

@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpicoll import communicators
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.failures.consistency import describe_call, digest
 from mpicoll.failures.report import DETAIL_HINT, format_ranks
 from mpicoll.kernels.calls import RecordEntry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpicoll.core.groups import ProcessGroup
 
 
 class RankStatus(NamedTuple):

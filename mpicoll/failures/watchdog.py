@@ -17,11 +17,10 @@ import traceback
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from mpicoll import settings
-from mpicoll.core.groups import state
+from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import DistBackendError, LostRankError, MismatchError
 from mpicoll.failures import flight_record, group_failure, lost_ranks, monitor_client, rank_status
@@ -33,9 +32,6 @@ from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_out
 from mpicoll.launch.session import current_session
 from mpicoll.launch.world import is_serialized
 from mpicoll.output import flush_streams, write_lines
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Maximum time between checks of the groups.
 _CHECK_INTERVAL_S = 1.0

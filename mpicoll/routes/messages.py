@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpi4py import MPI
 
 from mpicoll.arrays.views import View
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.routes.space import Space
 from mpicoll.routes.wire import Message, message
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Unfinished messages: their memory is held, for ever if an error came between.
 in_flight: set[Messages] = set()

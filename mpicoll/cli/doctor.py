@@ -22,6 +22,7 @@ from mpicoll import cli, control_messages, machine, settings
 from mpicoll.launch.host_identity import ranks_by_node
 from mpicoll.launch.launchers import find_launcher
 from mpicoll.machine import format_ranges
+from mpicoll.output import format_count
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -522,7 +523,7 @@ def _advise_on_device_routes(all_ranks: Sequence[Capabilities]) -> list[str]:
 def _advise_on_hosts(placements: Sequence[Placement]) -> list[str]:
     """Return advice on the hosts: each text once, with the names of its hosts."""
     found: dict[str, list[str]] = {}
-    for host, ranks in _find_hosts(placements).items():
+    for host, ranks in ranks_by_node([each.host for each in placements]).items():
         own = [placements[rank] for rank in ranks]
         for check in (_check_crowd, _check_threads, _check_memory):
             found.setdefault(check(own), []).append(host)
@@ -533,18 +534,14 @@ def _advise_on_hosts(placements: Sequence[Placement]) -> list[str]:
     ]
 
 
-def _find_hosts(placements: Sequence[Placement]) -> dict[str, list[int]]:
-    """Return the ranks of each host."""
-    return ranks_by_node([placement.host for placement in placements])
-
-
 def _check_crowd(ranks: Sequence[Placement]) -> str:
     """Check for more ranks of a host than processors, or than allowed processors."""
     n, count = len(ranks), ranks[0].processors
+    processors = format_count(count, "processor")
     effect = "they share processors, and calls take many times longer"
     if n > count:
         return (
-            f"{n} ranks on {{host}}, which has {_processors(count)}: {effect}. Start at most "
+            f"{n} ranks on {{host}}, which has {processors}: {effect}. Start at most "
             f"{count} there (mpirun -n {count}), or use more nodes"
         )
     sets = [set(each.allowed) for each in ranks]
@@ -556,7 +553,7 @@ def _check_crowd(ranks: Sequence[Placement]) -> str:
     if not worst:
         return ""
     return (
-        f"{worst} ranks on {{host}} may only run on {len(few)} of its {_processors(count)} "
+        f"{worst} ranks on {{host}} may only run on {len(few)} of its {processors} "
         f"({format_ranges(few)}): {effect}. Bind each to its own (mpirun --bind-to core, srun "
         "--cpu-bind=cores), leave them unbound (mpirun --bind-to none), or request more from the "
         "batch system"
@@ -571,8 +568,9 @@ def _check_threads(ranks: Sequence[Placement]) -> str:
         return ""
     return (
         "OMP_NUM_THREADS is not set: in each rank on {host}, NumPy and PyTorch may start a "
-        f"thread for every processor, {threads} threads on {_processors(processors)}. "
-        f"Set it: export OMP_NUM_THREADS={max(1, processors // len(ranks))}"
+        f"thread for every processor, {threads} threads on "
+        f"{format_count(processors, 'processor')}. Set it: export OMP_NUM_THREADS="
+        f"{max(1, processors // len(ranks))}"
     )
 
 
@@ -588,17 +586,13 @@ def _check_memory(ranks: Sequence[Placement]) -> str:
     )
 
 
-def _processors(n: int) -> str:
-    return f"{n} processor{'s' * (n != 1)}"
-
-
 def _find_unbound(placements: Sequence[Placement]) -> list[int]:
     """Return the ranks that may move between processors that other ranks may also use.
 
     Skips hosts with more ranks than processors, where binding does not help.
     """
     unbound = []
-    for ranks in _find_hosts(placements).values():
+    for ranks in ranks_by_node([each.host for each in placements]).values():
         if _check_crowd([placements[rank] for rank in ranks]):
             continue
         users = Counter(number for rank in ranks for number in placements[rank].allowed)

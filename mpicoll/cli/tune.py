@@ -88,12 +88,7 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     named = settings.TABLE.value()
     os.environ[settings.TABLE.name] = "0"  # an existing table must not interfere
-    problem = cli.start_group()
-    if problem:
-        return cli.refuse("tune", problem, cli.is_first_rank(), 1)
-    code = _tune(options, named, begin)
-    cli.end_group()
-    return code
+    return cli.run_in_group("tune", lambda: _tune(options, named, begin))
 
 
 class _Setting(NamedTuple):

@@ -18,11 +18,6 @@ from torch import Tensor
 import mpicoll as dist
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 
-__all__ = [
-    "OPERATIONS", "REDUCE_OPS", "Average", "Max", "Min", "Product", "Request", "Signature", "Sum",
-    "synchronize_devices",
-]  # fmt: skip
-
 #: A rank's description of a request, sent to the other ranks as JSON.
 Signature = dict[str, Any]
 
@@ -217,16 +212,13 @@ def _broadcast(group: Any, requests: Sequence[Request], signatures: Signatures) 
     dist.broadcast(target, group=group, group_src=_any_signature(signatures)["root"])
 
 
-def _splits(signature: Signature, size: int) -> list[int]:
-    """Return the number of rows for each rank."""
-    return signature["splits"] or [_rows(signature) // size] * size
-
-
 def _all_to_all(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
     (request,) = requests
     (tensor,) = request.inputs
     size, rank = group.size(), group.rank()
-    splits = [_splits(signature, size) for signature in signatures if signature is not None]
+    splits = [  # the number of rows for each rank, by rank
+        each["splits"] or [_rows(each) // size] * size for each in signatures if each is not None
+    ]
     sent, received = splits[rank], [each[rank] for each in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     rows = tensor[: sum(sent)].contiguous()

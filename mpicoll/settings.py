@@ -17,21 +17,14 @@ _PREFIX = "MPICOLL_"
 
 
 class Setting(NamedTuple):
-    """One variable.
+    """One variable."""
 
-    name:     of the variable.
-    values:   the allowed values, in lower case; empty: any text.
-    expected: description of the allowed values.
-    effect:   description of the effect.
-    is_list:  several of ``values`` may be given, separated by commas.
-    form:     a regular expression of the allowed text; "": any. init_process_group checks it.
-    """
-
-    name: str
-    values: Sequence[str]
-    expected: str
-    effect: str
-    is_list: bool = False
+    name: str  # of the variable
+    values: Sequence[str]  # the allowed values, in lower case; empty: any text
+    expected: str  # description of the allowed values
+    effect: str  # description of the effect
+    is_list: bool = False  # several of ``values`` may be given, separated by commas
+    #: A regular expression of the allowed text; "": any. init_process_group checks it.
     form: str = ""
 
     def value(self, environment: Mapping[str, str] = os.environ) -> str:

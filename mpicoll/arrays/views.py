@@ -370,13 +370,10 @@ FastView = Callable[[Any], "tuple[DType, Buffer, int] | None"]
 
 
 class Adapter(NamedTuple):
-    """Builds views of arrays of one type.
+    """Builds views of arrays of one type."""
 
-    build_view: supports every array of the type, or raises.
-    fast_view:  returns plain arrays without a View, on the hot path; optional.
-    of_type:    if True, used for all arrays of the type. If False, looked up for each array.
-    """
-
-    build_view: BuildView
+    build_view: BuildView  # supports every array of the type, or raises
+    #: Returns plain arrays without a View, on the hot path; optional.
     fast_view: FastView | None = None
+    #: If True, used for all arrays of the type. If False, looked up for each array.
     of_type: bool = True

@@ -37,20 +37,15 @@ _SHARED = "/dev/shm"
 
 
 class Placement(NamedTuple):
-    """Processors and memory of a rank.
-
-    processors: number of processors of the host.
-    allowed:    numbers of the processors on which the rank may run.
-    shared, free: size and free bytes of /dev/shm, or None.
-    threads:    OMP_NUM_THREADS, or "".
-    """
+    """Processors and memory of a rank."""
 
     host: str
-    processors: int
-    allowed: tuple[int, ...]
+    processors: int  # number of processors of the host
+    allowed: tuple[int, ...]  # numbers of the processors on which the rank may run
+    #: Size and free bytes of /dev/shm, or None.
     shared: int | None
     free: int | None
-    threads: str = ""
+    threads: str = ""  # OMP_NUM_THREADS, or ""
 
     @classmethod
     def find(cls) -> Placement:
@@ -67,37 +62,28 @@ class Placement(NamedTuple):
 
 @dataclass
 class Findings:
-    """Findings of all ranks. Lists are indexed by rank, except idle.
+    """Findings of all ranks. Lists are indexed by rank, except idle."""
 
-    facts:      facts of each rank.
-    problem:    error of init_process_group, or "".
-    all_ranks:  capabilities of each rank.
-    idle:       lines about GPUs that are idle while other GPUs are shared.
-    placements: processors and memory of each rank.
-    misspelled: invalid settings, with their errors.
-    bad_route:  error of MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE, or "".
-    shared:     whether all_reduce uses shared memory; None if unknown or on several nodes.
-    no_single_copy: reason why a rank cannot copy from the memory of other ranks, or "".
-    host, device: routes of host and device arrays, by primitive.
-    ways:       measured durations of the ways through shared memory, by call.
-    off:        reasons why device routes are not used, by name; "" if used.
-    far:        warnings about processors far from a GPU.
-    """
-
-    facts: list[Facts]
-    problem: str = ""
-    all_ranks: tuple[Capabilities, ...] = ()
+    facts: list[Facts]  # facts of each rank
+    problem: str = ""  # error of init_process_group, or ""
+    all_ranks: tuple[Capabilities, ...] = ()  # capabilities of each rank
+    #: Lines about GPUs that are idle while other GPUs are shared.
     idle: list[str] = field(default_factory=list)
-    placements: list[Placement] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)  # processors and memory of each rank
+    #: Invalid settings, with their errors.
     misspelled: list[dict[str, str]] = field(default_factory=list)
-    bad_route: str = ""
+    bad_route: str = ""  # error of MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE, or ""
+    #: Whether all_reduce uses shared memory; None if unknown or on several nodes.
     shared: bool | None = None
+    #: Reason why a rank cannot copy from the memory of other ranks, or "".
     no_single_copy: list[str] = field(default_factory=list)
-    host: Routes = field(default_factory=dict)
+    host: Routes = field(default_factory=dict)  # routes of host arrays, by primitive
+    #: Measured durations of the ways through shared memory, by call.
     ways: Routes = field(default_factory=dict)
-    device: Routes = field(default_factory=dict)
+    device: Routes = field(default_factory=dict)  # routes of device arrays, by primitive
+    #: Reasons why device routes are not used, by name; "" if used.
     off: Routes = field(default_factory=dict)
-    far: list[list[str]] = field(default_factory=list)
+    far: list[list[str]] = field(default_factory=list)  # warnings about processors far from a GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

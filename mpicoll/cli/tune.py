@@ -92,20 +92,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Setting(NamedTuple):
-    """The job to tune, and its table.
+    """The job to tune, and its table."""
 
-    mpi:   name and version of the MPI library.
-    ranks: number of ranks.
-    where: names of their nodes.
-    place: placement of the ranks, as in tables.
-    path:  file of the table.
-    """
-
-    mpi: str
-    ranks: int
-    where: str
-    place: str
-    path: Path
+    mpi: str  # name and version of the MPI library
+    ranks: int  # number of ranks
+    where: str  # names of their nodes
+    place: str  # placement of the ranks, as in tables
+    path: Path  # file of the table
 
 
 def _tune(options: argparse.Namespace, named: str, begin: float) -> int:
@@ -159,16 +152,13 @@ def _tune(options: argparse.Namespace, named: str, begin: float) -> int:
 
 
 class Point(NamedTuple):
-    """A kind of call, by its name in tables, at a size.
-
-    least, last: range of bytes that this size represents.
-    routes:      routes that support the kind in the group.
-    """
+    """A kind of call, by its name in tables, at a size."""
 
     kind: str
+    #: Range of bytes that this size represents.
     least: int
     last: int
-    routes: tuple[str, ...]
+    routes: tuple[str, ...]  # routes that support the kind in the group
     case: Case
 
 
@@ -200,14 +190,10 @@ def find_points(names: Sequence[str], sizes: Sequence[int], group: ProcessGroup)
 
 
 class Outcome(NamedTuple):
-    """Measurements.
+    """Measurements."""
 
-    figures: by kind.
-    last:    by kind, the largest size in bytes.
-    """
-
-    figures: Mapping[str, Figures]
-    last: dict[str, int]
+    figures: Mapping[str, Figures]  # by kind
+    last: dict[str, int]  # by kind, the largest size in bytes
 
 
 def measure(

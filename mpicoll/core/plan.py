@@ -36,37 +36,30 @@ RunOnViews = Callable[["View | None", "View | None", Extent, int], None]
 
 
 class NativeCall(NamedTuple):
-    """A function of the C library that the native fast path calls (``kernels/src/calls.c``).
+    """A function of the C library that the native fast path calls (``kernels/src/calls.c``)."""
 
-    owner:     keeps the memory of ``argument`` alive. The fast path calls its method
-               ``finish(result, send, recv, extent)`` if the function returns another result than 1:
-               the method completes the call or raises its error.
-    shape:     the argument list of the function, a constant of ``mpicoll.kernels.calls``.
-    function, argument: addresses of the function and of its first argument.
-    min_count, end_count: block counts that it serves; ``end_count`` is excluded.
-    inline_check: address of a function that returns whether all ranks have entered an async call,
-               its first argument, and how long it waits for them in nanoseconds. Without one, async
-               calls are left to Python.
-    """
-
+    #: Keeps the memory of ``argument`` alive. The fast path calls its method ``finish(result, send,
+    #: recv, extent)`` if the function returns another result than 1: the method completes the call
+    #: or raises its error.
     owner: Any
-    shape: int
+    shape: int  # the argument list of the function, a constant of ``mpicoll.kernels.calls``
+    #: Addresses of the function and of its first argument.
     function: int
     argument: int
+    #: Block counts that it serves; ``end_count`` is excluded.
     min_count: int = 0
     end_count: int = 1 << 62
+    #: Address of a function that returns whether all ranks have entered an async call, its first
+    #: argument, and how long it waits for them in nanoseconds. Without one, async calls are left to
+    #: Python.
     inline_check: tuple[int, int, int] = (0, 0, 0)
 
 
 class SegmentTable(NamedTuple):
-    """One side of several calls that run as one: each block has one segment per call.
+    """One side of several calls that run as one: each block has one segment per call."""
 
-    addresses: of the segments, block by block, as an array of ``np.uintp``.
-    ends:      end of each segment within a block in elements, as an array of ``np.uintp``.
-    """
-
-    addresses: Any
-    ends: Any
+    addresses: Any  # of the segments, block by block, as an array of ``np.uintp``
+    ends: Any  # end of each segment within a block in elements, as an array of ``np.uintp``
 
 
 class Implementation:

@@ -24,16 +24,11 @@ OK, HUNG = "ok", "hung"
 
 
 class ProbeOutcome(NamedTuple):
-    """The outcome of a probe.
+    """The outcome of a probe."""
 
-    ranks: number of ranks it ran on.
-    began: "ok" if MPI and the device were available, else the error.
-    transfer: "ok", or the error; "" if messages were not tried.
-    """
-
-    ranks: int
-    began: str
-    transfer: str
+    ranks: int  # number of ranks it ran on
+    began: str  # "ok" if MPI and the device were available, else the error
+    transfer: str  # "ok", or the error; "" if messages were not tried
 
 
 def build_key(version: str, library: Path, names: Sequence[str], driver: str) -> dict[str, Any]:

@@ -68,15 +68,13 @@ class StridedMemory(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """An allocation of memory, of which an array may be a part.
+    """An allocation of memory, of which an array may be a part."""
 
-    base, nbytes: its first address and size.
-    buffer: the driver's id, which no other allocation of the process ever gets; a later allocation
-            may have the same address.
-    """
-
+    #: Its first address and size.
     base: int
     nbytes: int
+    #: The driver's id, which no other allocation of the process ever gets; a later allocation may
+    #: have the same address.
     buffer: int
 
 

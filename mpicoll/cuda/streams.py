@@ -199,13 +199,10 @@ _retained: list[tuple[list[Memory], Memory | None]] = []
 
 
 class CurrentStreams(NamedTuple):
-    """An array library's notion of the calling thread's current streams.
+    """An array library's notion of the calling thread's current streams."""
 
-    current: returns the current stream of a device.
-    using:   returns a context in which a device has another current stream.
-    """
-
-    current: Callable[[int], int]
+    current: Callable[[int], int]  # returns the current stream of a device
+    #: Returns a context in which a device has another current stream.
     using: Callable[[int, int], AbstractContextManager[object]]
 
 

@@ -50,15 +50,13 @@ assert len(DTYPES) <= _TAGS
 
 
 class Message(NamedTuple):
-    """The array of a message, and the memory that MPI reads or writes.
-
-    copy:   copies the array to this memory before a send, or back after a receive, if needed.
-    is_due: returns whether the array may be read or written now.
-    """
+    """The array of a message, and the memory that MPI reads or writes."""
 
     view: View
     packed: View
+    #: Copies the array to this memory before a send, or back after a receive, if needed.
     copy: Callable[[], None] = lambda: None
+    #: Returns whether the array may be read or written now.
     is_due: Callable[[], bool] = lambda: True
 
 

@@ -83,22 +83,16 @@ def shares_of(count: int, n: int, begin: int = 0) -> list[Span]:
 
 
 class Scope(NamedTuple):
-    """The scope of the algorithms of one kind of call: the group, its memory, the operation.
-
-    op: None if nothing is combined.
-    exact: sums are exact ones.
-    combined: the ranks whose elements make the result of each rank.
-    tag:   of the messages, so that calls of different primitives do not take each other's.
-    """
+    """The scope of the algorithms of one kind of call: the group, its memory, the operation."""
 
     group: ProcessGroup
     space: Space
-    op: ReduceOp | None
-    exact: bool
+    op: ReduceOp | None  # None if nothing is combined
+    exact: bool  # sums are exact ones
     n: int
     me: int
-    combined: Sequence[range]
-    tag: int
+    combined: Sequence[range]  # the ranks whose elements make the result of each rank
+    tag: int  # of the messages, so that calls of different primitives do not take each other's
 
     def others(self) -> Iterator[int]:
         """Return all other ranks, from the next one on, so that none is every rank's first."""

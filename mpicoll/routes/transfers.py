@@ -30,18 +30,12 @@ class Get(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One rank's part of a call. A round carries a piece of every block.
+    """One rank's part of a call. A round carries a piece of every block."""
 
-    places: maximum number of blocks in the slot of a rank.
-    most:   elements of the largest block of all ranks.
-    total:  the sizes that must be equal on all ranks, as a number; see mpicoll.core.signature.
-    puts, gets: blocks. If there is an operation, the blocks got are combined into the place of
-            the first.
-    """
-
-    places: int
-    most: int
-    total: int
+    places: int  # maximum number of blocks in the slot of a rank
+    most: int  # elements of the largest block of all ranks
+    total: int  # the sizes that must be equal on all ranks, as a number; see mpicoll.core.signature
+    #: Blocks. If there is an operation, the blocks got are combined into the place of the first.
     puts: Sequence[Put]
     gets: Sequence[Get]
 

@@ -34,21 +34,16 @@ REDUCE_OPS = {
 
 @dataclass(eq=False)
 class Request:
-    """An operation that this rank has begun, for ``poll`` and ``synchronize``.
+    """An operation that this rank has begun, for ``poll`` and ``synchronize``."""
 
-    inputs: its tensors.
-    signature: name, operation (a key of ``OPERATIONS``), dtypes, shapes, device, and, depending on
-        the operation, op, prescale, postscale, root, splits.
-    in_place: the tensors to change in place, of which the inputs are detached; None: new outputs.
-    single: the result is the first output, not a tuple.
-    outputs: the results, once the operation is done.
-    """
-
-    inputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]  # its tensors
+    #: Name, operation (a key of ``OPERATIONS``), dtypes, shapes, device, and, depending on the
+    #: operation, op, prescale, postscale, root, splits.
     signature: Signature
+    #: The tensors to change in place, of which the inputs are detached; None: new outputs.
     in_place: Sequence[Tensor] | None = None
-    single: bool = False
-    outputs: Sequence[Any] | None = None
+    single: bool = False  # the result is the first output, not a tuple
+    outputs: Sequence[Any] | None = None  # the results, once the operation is done
     done: threading.Event = field(default_factory=threading.Event)
     error: HorovodInternalError | None = None
     began: float = field(default_factory=time.monotonic)
@@ -274,19 +269,17 @@ def _check_splits(signature: Signature, size: int) -> str | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of ``OPERATIONS``.
+    """A row of ``OPERATIONS``."""
 
-    run: runs the requests of this rank; several if they are fused.
-    must_match: selects the fields of the signature that must be equal on all ranks.
-    check: describes an error in a rank's signature on ``size`` ranks, or returns None.
-    fusion_key: requests with equal keys are fused; None: never.
-    allows_joined: whether the operation may run without ranks that have joined.
-    """
-
+    #: Runs the requests of this rank; several if they are fused.
     run: Callable[[Any, Sequence[Request], Signatures], None]
+    #: Selects the fields of the signature that must be equal on all ranks.
     must_match: Callable[[Signature], Signature]
+    #: Describes an error in a rank's signature on ``size`` ranks, or returns None.
     check: Callable[[Signature, int], str | None] = lambda signature, size: None
+    #: Requests with equal keys are fused; None: never.
     fusion_key: Callable[[Signature], Any] = lambda signature: None
+    #: Whether the operation may run without ranks that have joined.
     allows_joined: Callable[[Signature], bool] = lambda signature: False
 
 

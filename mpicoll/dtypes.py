@@ -14,11 +14,6 @@ import numpy as np
 
 from mpicoll.errors import ArgumentTypeError
 
-__all__ = [
-    "DTYPES", "OPERATIONS", "DType", "Factor", "Kind", "ReduceOp", "by_dlpack", "by_name",
-    "by_numpy",
-]  # fmt: skip
-
 
 class Kind(Enum):
     """Arithmetic of a dtype."""
@@ -33,29 +28,19 @@ class Kind(Enum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DType:
-    """One element type.
+    """One element type."""
 
-    name:       the name in NumPy, ml_dtypes and torch ("float32", "bfloat16", ...).
-    numpy:      NumPy dtype.
-    kind:       arithmetic.
-    accumulate: NumPy dtype in which reductions are computed.
-    mpi:        MPI datatype of messages (an attribute of mpi4py.MPI). A narrow float is sent as the
-        unsigned integer of its width; MPI never reduces it.
-    dlpack:     (type code, bits) of DLPack 1.1.
-    buffers:    NumPy supports the buffer protocol for it.
-    code:       index in the table, the same on all ranks.
-    itemsize:   bytes per element.
-    """
-
-    name: str
-    numpy: np.dtype[Any]
-    kind: Kind
-    accumulate: np.dtype[Any]
+    name: str  # the name in NumPy, ml_dtypes and torch ("float32", "bfloat16", ...)
+    numpy: np.dtype[Any]  # NumPy dtype
+    kind: Kind  # arithmetic
+    accumulate: np.dtype[Any]  # NumPy dtype in which reductions are computed
+    #: MPI datatype of messages (an attribute of mpi4py.MPI). A narrow float is sent as the unsigned
+    #: integer of its width; MPI never reduces it.
     mpi: str
-    dlpack: tuple[int, int]
-    buffers: bool
-    code: int
-    itemsize: int
+    dlpack: tuple[int, int]  # (type code, bits) of DLPack 1.1
+    buffers: bool  # NumPy supports the buffer protocol for it
+    code: int  # index in the table, the same on all ranks
+    itemsize: int  # bytes per element
 
     def __repr__(self) -> str:
         return self.name

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
 
-__all__ = ["PRIMITIVES", "Layout", "Primitive", "by_name"]
-
 
 class Layout(Enum):
     """Relation of input and output in a group of n ranks."""
@@ -33,48 +31,36 @@ class Layout(Enum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Primitive:
-    """One primitive.
+    """One primitive."""
 
-    name:    name in torch.distributed.
-    layout:  relation of input and output.
-    output:  name of the output argument, or "".
-    input:   name of the input argument; "" if it is the output.
-    listed:  the argument with one array per rank is a list (for "exchanged", both are).
-    root:    name of the root argument, or "".
-    reduces: elements are combined by a ReduceOp.
-    moved:   bus-bandwidth factor of nccl-tests: bytes that the link of each rank must transfer, as
-        a multiple of the bytes of the larger array, for n ranks.
-    mpi:     the MPI collective that does the same, by its name in mpi4py; "" if there is none.
-    aliases: other names of the function.
-    combined: for reductions and the layout ALIKE, the ranks whose inputs make the output of a rank:
-        a function of this rank and the number of ranks. An empty range means no output.
-    recorded_as: name in flight records, if PyTorch's torchfrtrace does not support ``name``: a name
-        that it supports and that no other call has.
-    code:    index in the table, the same on all ranks.
-    at_output, at_input: operation and argument, as messages begin ("broadcast: tensor").
-    many_in, many_out: the input or the output has one block per rank.
-    even:    all ranks know the size of every block.
-    """
-
-    name: str
-    layout: Layout
-    output: str
-    input: str
-    listed: bool
-    root: str
-    reduces: bool
+    name: str  # name in torch.distributed
+    layout: Layout  # relation of input and output
+    output: str  # name of the output argument, or ""
+    input: str  # name of the input argument; "" if it is the output
+    listed: bool  # the argument with one array per rank is a list (for "exchanged", both are)
+    root: str  # name of the root argument, or ""
+    reduces: bool  # elements are combined by a ReduceOp
+    #: Bus-bandwidth factor of nccl-tests: bytes that the link of each rank must transfer, as a
+    #: multiple of the bytes of the larger array, for n ranks.
     moved: Callable[[int], float]
-    mpi: str
-    aliases: tuple[str, ...] = ()
+    mpi: str  # the MPI collective that does the same, by its name in mpi4py; "" if there is none
+    aliases: tuple[str, ...] = ()  # other names of the function
+    #: For reductions and the layout ALIKE, the ranks whose inputs make the output of a rank: a
+    #: function of this rank and the number of ranks. An empty range means no output.
     combined: Callable[[int, int], range] = lambda rank, n: range(n)
+    #: Name in flight records, if PyTorch's torchfrtrace does not support ``name``: a name that it
+    #: supports and that no other call has.
     recorded_as: str = ""
 
+    #: Index in the table, the same on all ranks.
     code: int = field(init=False, default_factory=count().__next__)
+    #: Operation and argument, as messages begin ("broadcast: tensor").
     at_output: str = field(init=False)
     at_input: str = field(init=False)
+    #: The input or the output has one block per rank.
     many_in: bool = field(init=False)
     many_out: bool = field(init=False)
-    even: bool = field(init=False)
+    even: bool = field(init=False)  # all ranks know the size of every block
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at_output", f"{self.name}: {self.output}")

@@ -13,32 +13,18 @@ from typing import NamedTuple
 
 from mpicoll.errors import ArgumentError
 
-__all__ = [
-    "ALLOW_SINGLETON", "CALLS", "CHOOSE", "CUDA_AWARE", "DEBUG", "DEVICE_ROUTE", "INSTALL_AS",
-    "KERNELS", "RECORD_FILE", "RECORD_LENGTH", "REPORT_AFTER", "REPRODUCIBLE", "SECRET", "SETTINGS",
-    "SHARED_MEMORY", "SINGLE_COPY", "TABLE", "TESTED_CALLS", "TIMEOUT_GRACE", "TORCH_DEBUG",
-    "Setting", "check", "find_problems", "list_set",
-]  # fmt: skip
-
 _PREFIX = "MPICOLL_"
 
 
 class Setting(NamedTuple):
-    """One variable.
+    """One variable."""
 
-    name:     of the variable.
-    values:   the allowed values, in lower case; empty: any text.
-    expected: description of the allowed values.
-    effect:   description of the effect.
-    is_list:  several of ``values`` may be given, separated by commas.
-    form:     a regular expression of the allowed text; "": any. init_process_group checks it.
-    """
-
-    name: str
-    values: Sequence[str]
-    expected: str
-    effect: str
-    is_list: bool = False
+    name: str  # of the variable
+    values: Sequence[str]  # the allowed values, in lower case; empty: any text
+    expected: str  # description of the allowed values
+    effect: str  # description of the effect
+    is_list: bool = False  # several of ``values`` may be given, separated by commas
+    #: A regular expression of the allowed text; "": any. init_process_group checks it.
     form: str = ""
 
     def value(self, environment: Mapping[str, str] = os.environ) -> str:

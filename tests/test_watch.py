@@ -17,6 +17,7 @@ import time
 import pytest
 from rank_scripts import compiled, job, needs_mpiexec
 
+from mpicoll import processes
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DTYPES
 from mpicoll.failures import monitor_client, node_monitor, report
@@ -227,7 +228,7 @@ def test_monitor_kills_stopped_ranks_when_another_rank_ends_the_job(nodes):
     node = nodes()
     zero, one, two = node.processes
     one.send_signal(signal.SIGSTOP)
-    while node_monitor._state_of(one.pid) != "stopped":
+    while processes.state_of(one.pid) != "stopped":
         time.sleep(0.01)
     node.start()
     node.pages[0].set_ending()

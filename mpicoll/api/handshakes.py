@@ -14,8 +14,6 @@ from mpicoll.core.work import deadline
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["COMPLETE", "DIFFERENT", "INCOMPLETE", "Handshakes"]
-
 #: Messages to the first member, and its replies, which are also the outcomes of a handshake.
 _HERE, _WITHDRAWN, COMPLETE, INCOMPLETE, DIFFERENT = range(1, 6)
 #: Tag of all messages. Other messages on the communicator use tag 0.

@@ -38,8 +38,6 @@ from mpicoll.launch.spawned_ranks import has_grown
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Reconfigurable"]
-
 _WHERE = "reconfigure"
 
 

@@ -46,8 +46,6 @@ from mpicoll.output import format_count
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Window", "free_all"]
-
 #: Tag of signals, on a communicator without other messages.
 _SIGNAL_TAG = 0
 #: Progress calls to MPI per poll. Each moves one fragment, and MPICH splits a put of 4 MiB into 500

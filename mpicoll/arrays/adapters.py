@@ -15,8 +15,6 @@ from mpicoll.arrays.views import Adapter, BuildView, FastView, View, ViewList
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.output import format_count
 
-__all__ = ["ADAPTERS", "build_view", "build_view_list", "check_same_device", "fast_views"]
-
 
 def build_view(array: object, writable: bool, where: str) -> View:
     """Return the view of any array, on the host or on a CUDA device.

@@ -11,8 +11,6 @@ import numpy as np
 from mpicoll.dtypes import by_name, by_numpy
 from mpicoll.errors import ArgumentError, UnsupportedError
 
-__all__ = ["check_distinct_elements", "dtype_error", "read_only_error"]
-
 
 def dtype_error(dtype: np.dtype[Any], where: str) -> UnsupportedError:
     """Return the error for a NumPy dtype that is not in the dtype table."""

@@ -19,8 +19,6 @@ from mpicoll.cuda.streams import CurrentStreams
 from mpicoll.dtypes import DType, Kind, by_numpy
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["build_device_view", "find_adapter", "get_runtime"]
-
 #: Newest version of the interface.
 _VERSION = 3
 

@@ -22,8 +22,6 @@ from mpicoll.cuda.runtime import LEGACY, UNKNOWN
 from mpicoll.dtypes import DType, by_dlpack
 from mpicoll.errors import ArgumentError, UnsupportedError
 
-__all__ = ["build_view", "find_adapter", "find_jax_adapter"]
-
 #: kDLCPU, kDLCUDAHost and kDLROCMHost: memory that the host can read and write.
 _HOST_DEVICES = frozenset({1, 3, 11})
 #: kDLCUDA, and kDLCUDAManaged: memory of any device.

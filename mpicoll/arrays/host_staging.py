@@ -10,8 +10,6 @@ from mpicoll.arrays.views import Array, DeviceView, View, from_numpy
 from mpicoll.cuda import runtime
 from mpicoll.cuda.streams import DeviceContext, StreamOrder
 
-__all__ = ["HostStaging"]
-
 #: Maximum number of bytes in pinned memory.
 CHUNK = 8 * 1024 * 1024
 

@@ -10,8 +10,6 @@ from mpicoll.arrays.views import CARRIERS, Adapter, Array, Buffer, View, from_nu
 from mpicoll.dtypes import DType, by_numpy
 from mpicoll.errors import ArgumentTypeError, UnsupportedError
 
-__all__ = ["build_view", "fast_view", "find_adapter", "find_buffer_adapter"]
-
 
 def find_adapter(array: object) -> Adapter | None:
     """Return the adapter if this is a NumPy array or scalar. Unsupported kinds raise later."""

@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = [
-    "AnyArray", "Arrays", "SupportsBuffer", "SupportsCudaArrayInterface", "SupportsDlpack",
-]  # fmt: skip
-
 
 class SupportsBuffer(Protocol):
     """An object with the buffer protocol. The method exists from Python 3.12 on."""

@@ -19,8 +19,6 @@ from mpicoll.kernels.calls import add_tensor_type
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["find_adapter"]
-
 
 def find_adapter(array: object) -> Adapter | None:
     """Return the adapter if this is a tensor. Subclasses have no fast view."""

@@ -15,12 +15,6 @@ from mpicoll.cuda.streams import CurrentStreams, DeviceContext
 from mpicoll.dtypes import DType
 from mpicoll.errors import UnsupportedError
 
-__all__ = [
-    "CARRIERS", "Adapter", "Array", "Buffer", "BuildView", "Bytes", "DeviceView",
-    "FastView", "View", "ViewList", "address", "array_at", "contiguous_strides", "empty",
-    "find_conflict", "find_overlapping", "find_shared", "from_numpy", "memory_at", "overlaps",
-]  # fmt: skip
-
 Array = np.ndarray[Any, Any]
 
 #: One-dimensional bytes.
@@ -377,13 +371,10 @@ FastView = Callable[[Any], "tuple[DType, Buffer, int] | None"]
 
 
 class Adapter(NamedTuple):
-    """Builds views of arrays of one type.
+    """Builds views of arrays of one type."""
 
-    build_view: supports every array of the type, or raises.
-    fast_view:  returns dtype, buffer and count of a plain array, without a View; optional.
-    of_type:    if True, used for all arrays of the type. If False, looked up for each array.
-    """
-
-    build_view: BuildView
+    build_view: BuildView  # supports every array of the type, or raises
+    #: Returns dtype, buffer and count of a plain array, without a View; optional.
     fast_view: FastView | None = None
+    #: If True, used for all arrays of the type. If False, looked up for each array.
     of_type: bool = True

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,6 @@ from mpicoll.launch import exit_hooks
 from mpicoll.launch.exit_hooks import INTERRUPTED
 from mpicoll.launch.launchers import find_rank
 from mpicoll.output import write_lines
-
-__all__ = [
-    "COMMANDS",
-    "end_group",
-    "find_write_problem",
-    "is_first_rank",
-    "main",
-    "parse_size",
-    "refuse",
-    "start_group",
-]
 
 #: Descriptions of commands, by the names of their modules.
 COMMANDS: dict[str, str] = {
@@ -107,6 +96,15 @@ def start_group() -> str:
             time.sleep(EXIT_DELAY_S)
         return str(error)
     return ""
+
+
+def run_in_group(command: str, run: Callable[[], int]) -> int:
+    """Run a command in the default group; return its exit code, 1 if there is no group."""
+    if problem := start_group():
+        return refuse(command, problem, is_first_rank(), 1)
+    code = run()
+    end_group()
+    return code
 
 
 def end_group() -> None:

@@ -23,8 +23,6 @@ from mpicoll.primitives import PRIMITIVES, Layout, by_name
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["add_arguments", "run"]
-
 T = TypeVar("T")
 
 #: Names of dtypes in nccl-tests.
@@ -109,12 +107,7 @@ def run(options: argparse.Namespace) -> int:
 
     Returns the exit code: 1 for a wrong element or a failed init, 2 for invalid options.
     """
-    problem = cli.start_group()
-    if problem:
-        return cli.refuse("bench", problem, cli.is_first_rank(), 1)
-    code = _bench(options)
-    cli.end_group()
-    return code
+    return cli.run_in_group("bench", lambda: _bench(options))
 
 
 def _bench(options: argparse.Namespace) -> int:

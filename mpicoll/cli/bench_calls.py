@@ -30,45 +30,16 @@ if TYPE_CHECKING:
 
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = [
-    "MEMORIES",
-    "PERIOD",
-    "Buffers",
-    "Case",
-    "Memory",
-    "MemoryArray",
-    "Side",
-    "allocate_zeros",
-    "block_count",
-    "contents",
-    "count_wrong",
-    "expected",
-    "fill",
-    "find_memory_problem",
-    "fresh",
-    "named_call",
-    "op_name",
-    "own_call",
-    "ring",
-    "variants",
-    "wrong",
-]
-
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table, on this rank.
-
-    count: elements of one block; the whole array if there is only one block.
-    op:    None without a reduction.
-    dtype: None without an array.
-    n, me, root: number of ranks, this rank, and the root.
-    """
+    """One line of the table, on this rank."""
 
     row: Primitive
-    dtype: DType | None
-    op: ReduceOp | None
-    count: int
+    dtype: DType | None  # None without an array
+    op: ReduceOp | None  # None without a reduction
+    count: int  # elements of one block; the whole array if there is only one block
+    #: Number of ranks, this rank, and the root.
     n: int
     me: int
     root: int
@@ -207,16 +178,12 @@ MEMORIES: dict[str, Callable[[], Memory]] = {"cpu": Memory, "cuda": _Gpu}
 
 
 class Side(NamedTuple):
-    """Input or output of a call.
+    """Input or output of a call."""
 
-    given:  the argument: an array, or a list with one array per rank.
-    blocks: its blocks.
-    whole:  the memory of all blocks, as one array.
-    """
-
+    #: The argument: an array, or a list with one array per rank.
     given: MemoryArray | list[MemoryArray]
-    blocks: list[MemoryArray]
-    whole: MemoryArray
+    blocks: list[MemoryArray]  # its blocks
+    whole: MemoryArray  # the memory of all blocks, as one array
 
 
 class Buffers:

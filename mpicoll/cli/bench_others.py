@@ -38,19 +38,6 @@ from mpicoll.routes.host import select
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "OTHERS",
-    "Copy",
-    "Gloo",
-    "Mpi4py",
-    "Other",
-    "Route",
-    "TorchApi",
-    "find_routes",
-    "route_names",
-    "works_on_all",
-]
-
 
 class Other:
     """A library or route to compare with mpicoll's calls."""

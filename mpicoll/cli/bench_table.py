@@ -31,8 +31,6 @@ from mpicoll.cli.timing import MAX_SPREAD, Effort, Fresh, Samples, Timer
 from mpicoll.kernels import library
 from mpicoll.primitives import Primitive
 
-__all__ = ["Bench", "Result"]
-
 #: A line of the table, or the measurements of one call in it.
 Result = dict[str, Any]
 
@@ -41,17 +39,13 @@ _REPETITION_EFFORT = Effort(sample=0.01)
 
 
 class Column(NamedTuple):
-    """One column.
+    """One column."""
 
-    group: heading above the title.
-    path:  keys of the value in a line.
-    """
-
-    group: str
+    group: str  # heading above the title
     title: str
     unit: str
     width: int
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # keys of the value in a line
 
     def text(self, result: Result) -> str:
         """Return the cell."""

@@ -22,12 +22,11 @@ from mpicoll import cli, control_messages, machine, settings
 from mpicoll.launch.host_identity import ranks_by_node
 from mpicoll.launch.launchers import find_launcher
 from mpicoll.machine import format_ranges
+from mpicoll.output import format_count
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.cuda.capabilities import Capabilities
-
-__all__ = ["Findings", "Placement", "add_arguments", "advise", "run"]
 
 Facts = dict[str, str]
 Routes = dict[str, str]
@@ -38,20 +37,15 @@ _SHARED = "/dev/shm"
 
 
 class Placement(NamedTuple):
-    """Processors and memory of a rank.
-
-    processors: number of processors of the host.
-    allowed:    numbers of the processors on which the rank may run.
-    shared, free: size and free bytes of /dev/shm, or None.
-    threads:    OMP_NUM_THREADS, or "".
-    """
+    """Processors and memory of a rank."""
 
     host: str
-    processors: int
-    allowed: tuple[int, ...]
+    processors: int  # number of processors of the host
+    allowed: tuple[int, ...]  # numbers of the processors on which the rank may run
+    #: Size and free bytes of /dev/shm, or None.
     shared: int | None
     free: int | None
-    threads: str = ""
+    threads: str = ""  # OMP_NUM_THREADS, or ""
 
     @classmethod
     def find(cls) -> Placement:
@@ -68,37 +62,28 @@ class Placement(NamedTuple):
 
 @dataclass
 class Findings:
-    """Findings of all ranks. Lists are indexed by rank, except idle.
+    """Findings of all ranks. Lists are indexed by rank, except idle."""
 
-    facts:      facts of each rank.
-    problem:    error of init_process_group, or "".
-    all_ranks:  capabilities of each rank.
-    idle:       lines about GPUs that are idle while other GPUs are shared.
-    placements: processors and memory of each rank.
-    misspelled: invalid settings, with their errors.
-    bad_route:  error of MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE, or "".
-    shared:     whether all_reduce uses shared memory; None if unknown or on several nodes.
-    no_single_copy: reason why a rank cannot copy from the memory of other ranks, or "".
-    host, device: routes of host and device arrays, by primitive.
-    ways:       measured durations of the ways through shared memory, by call.
-    off:        reasons why device routes are not used, by name; "" if used.
-    far:        warnings about processors far from a GPU.
-    """
-
-    facts: list[Facts]
-    problem: str = ""
-    all_ranks: tuple[Capabilities, ...] = ()
+    facts: list[Facts]  # facts of each rank
+    problem: str = ""  # error of init_process_group, or ""
+    all_ranks: tuple[Capabilities, ...] = ()  # capabilities of each rank
+    #: Lines about GPUs that are idle while other GPUs are shared.
     idle: list[str] = field(default_factory=list)
-    placements: list[Placement] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)  # processors and memory of each rank
+    #: Invalid settings, with their errors.
     misspelled: list[dict[str, str]] = field(default_factory=list)
-    bad_route: str = ""
+    bad_route: str = ""  # error of MPICOLL_DEVICE_ROUTE or MPICOLL_CUDA_AWARE, or ""
+    #: Whether all_reduce uses shared memory; None if unknown or on several nodes.
     shared: bool | None = None
+    #: Reason why a rank cannot copy from the memory of other ranks, or "".
     no_single_copy: list[str] = field(default_factory=list)
-    host: Routes = field(default_factory=dict)
+    host: Routes = field(default_factory=dict)  # routes of host arrays, by primitive
+    #: Measured durations of the ways through shared memory, by call.
     ways: Routes = field(default_factory=dict)
-    device: Routes = field(default_factory=dict)
+    device: Routes = field(default_factory=dict)  # routes of device arrays, by primitive
+    #: Reasons why device routes are not used, by name; "" if used.
     off: Routes = field(default_factory=dict)
-    far: list[list[str]] = field(default_factory=list)
+    far: list[list[str]] = field(default_factory=list)  # warnings about processors far from a GPU
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -524,7 +509,7 @@ def _advise_on_device_routes(all_ranks: Sequence[Capabilities]) -> list[str]:
 def _advise_on_hosts(placements: Sequence[Placement]) -> list[str]:
     """Return advice on the hosts: each text once, with the names of its hosts."""
     found: dict[str, list[str]] = {}
-    for host, ranks in _find_hosts(placements).items():
+    for host, ranks in ranks_by_node([each.host for each in placements]).items():
         own = [placements[rank] for rank in ranks]
         for check in (_check_crowd, _check_threads, _check_memory):
             found.setdefault(check(own), []).append(host)
@@ -535,18 +520,14 @@ def _advise_on_hosts(placements: Sequence[Placement]) -> list[str]:
     ]
 
 
-def _find_hosts(placements: Sequence[Placement]) -> dict[str, list[int]]:
-    """Return the ranks of each host."""
-    return ranks_by_node([placement.host for placement in placements])
-
-
 def _check_crowd(ranks: Sequence[Placement]) -> str:
     """Check for more ranks of a host than processors, or than allowed processors."""
     n, count = len(ranks), ranks[0].processors
+    processors = format_count(count, "processor")
     effect = "they share processors, and calls take many times longer"
     if n > count:
         return (
-            f"{n} ranks on {{host}}, which has {_processors(count)}: {effect}. Start at most "
+            f"{n} ranks on {{host}}, which has {processors}: {effect}. Start at most "
             f"{count} there (mpirun -n {count}), or use more nodes"
         )
     sets = [set(each.allowed) for each in ranks]
@@ -558,7 +539,7 @@ def _check_crowd(ranks: Sequence[Placement]) -> str:
     if not worst:
         return ""
     return (
-        f"{worst} ranks on {{host}} may only run on {len(few)} of its {_processors(count)} "
+        f"{worst} ranks on {{host}} may only run on {len(few)} of its {processors} "
         f"({format_ranges(few)}): {effect}. Bind each to its own (mpirun --bind-to core, srun "
         "--cpu-bind=cores), leave them unbound (mpirun --bind-to none), or request more from the "
         "batch system"
@@ -573,8 +554,9 @@ def _check_threads(ranks: Sequence[Placement]) -> str:
         return ""
     return (
         "OMP_NUM_THREADS is not set: in each rank on {host}, NumPy and PyTorch may start a "
-        f"thread for every processor, {threads} threads on {_processors(processors)}. "
-        f"Set it: export OMP_NUM_THREADS={max(1, processors // len(ranks))}"
+        f"thread for every processor, {threads} threads on "
+        f"{format_count(processors, 'processor')}. Set it: export OMP_NUM_THREADS="
+        f"{max(1, processors // len(ranks))}"
     )
 
 
@@ -590,17 +572,13 @@ def _check_memory(ranks: Sequence[Placement]) -> str:
     )
 
 
-def _processors(n: int) -> str:
-    return f"{n} processor{'s' * (n != 1)}"
-
-
 def _find_unbound(placements: Sequence[Placement]) -> list[int]:
     """Return the ranks that may move between processors that other ranks may also use.
 
     Skips hosts with more ranks than processors, where binding does not help.
     """
     unbound = []
-    for ranks in _find_hosts(placements).values():
+    for ranks in ranks_by_node([each.host for each in placements]).values():
         if _check_crowd([placements[rank] for rank in ranks]):
             continue
         users = Counter(number for rank in ranks for number in placements[rank].allowed)

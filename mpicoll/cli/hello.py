@@ -9,8 +9,6 @@ import socket
 from mpicoll import cli, control_messages
 from mpicoll.machine import format_ranges
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add no arguments."""
@@ -18,9 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the lines; return 0, or 1 for a failed init."""
-    wrong = cli.start_group()
-    if wrong:
-        return cli.refuse("hello", wrong, cli.is_first_rank(), 1)
+    return cli.run_in_group("hello", _hello)
+
+
+def _hello() -> int:
     import mpicoll as dist
     from mpicoll.api.lifecycle import node_size
     from mpicoll.core.groups import default_group
@@ -44,5 +43,4 @@ def run(options: argparse.Namespace) -> int:
     lines = control_messages.allgather(comm, line, str)
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
-    cli.end_group()
     return 0

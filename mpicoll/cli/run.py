@@ -10,8 +10,6 @@ from mpicoll.cli import is_first_rank, refuse
 from mpicoll.launch.environment import RUN_OPTION, find_torch_variables, interpreter_options
 from mpicoll.settings import INSTALL_AS
 
-__all__ = ["add_arguments", "run"]
-
 #: If this is 0, torch silently loads no plug-ins, including mpicoll.
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 

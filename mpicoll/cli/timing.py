@@ -20,30 +20,14 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "CALL_COUNTS",
-    "MAX_SPREAD",
-    "Call",
-    "Effort",
-    "Figure",
-    "Fresh",
-    "Samples",
-    "Timed",
-    "Timer",
-    "Times",
-]
-
 Call = Callable[[], object]
 
 
 class Fresh(NamedTuple):
-    """A call to time with new data.
+    """A call to time with new data."""
 
-    write: writes new data into all arrays that this rank sends.
-    calls: the call, on each of several arrays. They are timed together.
-    """
-
-    write: Call
+    write: Call  # writes new data into all arrays that this rank sends
+    #: The call, on each of several arrays. They are timed together.
     calls: Sequence[Call]
 
 
@@ -91,15 +75,11 @@ Samples = dict[str, Times]
 
 
 class Effort(NamedTuple):
-    """Time to spend on a measurement.
+    """Time to spend on a measurement."""
 
-    seconds: approximate time of all samples; limits on their number take precedence.
-    sample:  approximate time of one sample; ``CALL_COUNTS`` takes precedence.
-    fewest, most: minimum and maximum number of samples of each case.
-    """
-
-    seconds: float = 1.5
-    sample: float = 2e-3
+    seconds: float = 1.5  # approximate time of all samples; limits on their number take precedence
+    sample: float = 2e-3  # approximate time of one sample; ``CALL_COUNTS`` takes precedence
+    #: Minimum and maximum number of samples of each case.
     fewest: int = 15
     most: int = 60
 

@@ -35,8 +35,6 @@ from mpicoll.routes.tuning import DEFAULT, Rows, Steps, merge_steps, route_at
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["add_arguments", "choose_steps", "find_points", "measure", "run"]
-
 #: Exit code if measurements are too few or too noisy for a table.
 _UNRELIABLE = 3
 #: Ratio of times above which a route is slower than another one, if the interquartile ranges of
@@ -90,29 +88,17 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     named = settings.TABLE.value()
     os.environ[settings.TABLE.name] = "0"  # an existing table must not interfere
-    problem = cli.start_group()
-    if problem:
-        return cli.refuse("tune", problem, cli.is_first_rank(), 1)
-    code = _tune(options, named, begin)
-    cli.end_group()
-    return code
+    return cli.run_in_group("tune", lambda: _tune(options, named, begin))
 
 
 class _Setting(NamedTuple):
-    """The job to tune, and its table.
+    """The job to tune, and its table."""
 
-    mpi:   name and version of the MPI library.
-    ranks: number of ranks.
-    where: names of their nodes.
-    place: placement of the ranks, as in tables.
-    path:  file of the table.
-    """
-
-    mpi: str
-    ranks: int
-    where: str
-    place: str
-    path: Path
+    mpi: str  # name and version of the MPI library
+    ranks: int  # number of ranks
+    where: str  # names of their nodes
+    place: str  # placement of the ranks, as in tables
+    path: Path  # file of the table
 
 
 def _tune(options: argparse.Namespace, named: str, begin: float) -> int:
@@ -166,16 +152,13 @@ def _tune(options: argparse.Namespace, named: str, begin: float) -> int:
 
 
 class Point(NamedTuple):
-    """A kind of call, by its name in tables, at a size.
-
-    least, last: range of bytes that this size represents.
-    routes:      routes that support the kind in the group.
-    """
+    """A kind of call, by its name in tables, at a size."""
 
     kind: str
+    #: Range of bytes that this size represents.
     least: int
     last: int
-    routes: tuple[str, ...]
+    routes: tuple[str, ...]  # routes that support the kind in the group
     case: Case
 
 
@@ -207,14 +190,10 @@ def find_points(names: Sequence[str], sizes: Sequence[int], group: ProcessGroup)
 
 
 class Outcome(NamedTuple):
-    """Measurements.
+    """Measurements."""
 
-    figures: by kind.
-    last:    by kind, the largest size in bytes.
-    """
-
-    figures: Mapping[str, Figures]
-    last: dict[str, int]
+    figures: Mapping[str, Figures]  # by kind
+    last: dict[str, int]  # by kind, the largest size in bytes
 
 
 def measure(

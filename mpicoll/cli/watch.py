@@ -10,8 +10,6 @@ from typing import Any
 from mpicoll import cli, line_protocol
 from mpicoll.failures import node_monitor, report
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""

@@ -19,9 +19,6 @@ import numpy as np
 
 from mpicoll.errors import RefusedPickleError
 
-__all__ = ["get_reducers", "rebuild_array", "rebuild_dtype", "rebuild_scalar"]
-
-
 #: The dtypes of fixed size of NumPy and ml_dtypes, by unique names.
 _DTYPES: dict[str, np.dtype[Any]] = {
     np.dtype(code).str: np.dtype(code)

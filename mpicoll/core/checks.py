@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import Arrays
 from mpicoll.arrays.views import View, ViewList, find_shared
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_indices, describe_value
 from mpicoll.core.plan import Blocks, Extent
 from mpicoll.dtypes import OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.output import format_count
 from mpicoll.primitives import Layout, Primitive
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-
-__all__ = [
-    "Splits", "Views", "build_views", "check_operation", "find_operation", "reads", "writes",
-]  # fmt: skip
 
 T = TypeVar("T")
 

@@ -6,8 +6,6 @@ import operator
 
 from mpicoll.errors import ArgumentTypeError
 
-__all__ = ["check_index", "check_indices", "describe_value"]
-
 #: Maximum number of characters of a value that a message shows.
 _MAX_SHOWN_COUNT = 40
 

@@ -25,9 +25,6 @@ from mpicoll.core.array_pickles import (
 )
 from mpicoll.errors import ArgumentTypeError, RefusedPickleError, UnsupportedError
 
-__all__ = ["decode", "encode", "restricted_pickle"]
-
-
 #: Alignment of buffers, so that arrays on them are aligned.
 _ALIGNMENT_BYTES = 64
 

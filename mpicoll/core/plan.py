@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+from mpicoll.arrays.views import Buffer, DeviceView, View
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.reproducible import EXACT, needed
 from mpicoll.core.signature import encode_kind
 from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.primitives import Primitive
-
-if TYPE_CHECKING:
-    from mpicoll.arrays.views import Buffer, DeviceView, View
-    from mpicoll.core.groups import ProcessGroup
-
-__all__ = [
-    "Blocks", "CallKind", "Contiguous", "Extent", "Implementation", "NativeCall", "Plan", "Run",
-    "RunOnViews", "SegmentTable", "Task", "Wrapper", "agreed_sizes",
-]  # fmt: skip
 
 
 class Blocks(NamedTuple):
@@ -43,37 +36,29 @@ RunOnViews = Callable[["View | None", "View | None", Extent, int], None]
 
 
 class NativeCall(NamedTuple):
-    """A function of the C library that the native fast path calls (``kernels/src/calls.c``).
+    """A function of the C library that the native fast path calls (``kernels/src/calls.c``)."""
 
-    owner:     keeps the memory of ``argument`` alive. The fast path calls its method
-               ``finish(result, send, recv, extent)`` if the function returns a result other than 1:
-               the method completes the call or raises its error.
-    shape:     the argument list of the function, a constant of ``mpicoll.kernels.calls``.
-    function, argument: addresses of the function and of its first argument.
-    min_count, end_count: block counts that it serves; ``end_count`` is excluded.
-    inline_check: function, its first argument, and timeout in nanoseconds. The function returns
-               whether all ranks have entered an async call, which then runs inline. (0, 0, 0):
-               Python runs async calls.
-    """
-
+    #: Keeps the memory of ``argument`` alive. The fast path calls its method ``finish(result, send,
+    #: recv, extent)`` if the function returns a result other than 1: the method completes the call
+    #: or raises its error.
     owner: Any
-    shape: int
+    shape: int  # the argument list of the function, a constant of ``mpicoll.kernels.calls``
+    #: Addresses of the function and of its first argument.
     function: int
     argument: int
+    #: Block counts that it serves; ``end_count`` is excluded.
     min_count: int = 0
     end_count: int = 1 << 62
+    #: Function, its first argument, and timeout in nanoseconds. The function returns whether all
+    #: ranks have entered an async call, which then runs inline. (0, 0, 0): Python runs async calls.
     inline_check: tuple[int, int, int] = (0, 0, 0)
 
 
 class SegmentTable(NamedTuple):
-    """Inputs or outputs of several calls that run as one: each block has one segment per call.
+    """Inputs or outputs of several calls that run as one: each block has one segment per call."""
 
-    addresses: of the segments, block by block, as an array of ``np.uintp``.
-    ends:      end of each segment within a block in elements, as an array of ``np.uintp``.
-    """
-
-    addresses: Any
-    ends: Any
+    addresses: Any  # of the segments, block by block, as an array of ``np.uintp``
+    ends: Any  # end of each segment within a block in elements, as an array of ``np.uintp``
 
 
 class Implementation:

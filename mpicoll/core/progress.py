@@ -12,9 +12,6 @@ from collections.abc import Callable
 
 from mpicoll.cuda.threads import use_process_device
 
-__all__ = ["Poller", "Worker"]
-
-
 #: A function that a Worker runs; it must not raise.
 Task = Callable[[], None]
 

@@ -21,8 +21,6 @@ from mpicoll.errors import ArgumentError, MismatchError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["EXACT", "LEVELS", "ORDER", "agree", "needed", "parse"]
-
 ORDER, EXACT = "order", "exact"
 LEVELS = (ORDER, EXACT)
 

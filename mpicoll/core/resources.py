@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Resources"]
-
 T = TypeVar("T")
 
 

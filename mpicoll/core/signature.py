@@ -18,12 +18,6 @@ import numpy as np
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
 from mpicoll.primitives import PRIMITIVES, Primitive
 
-__all__ = [
-    "LIST", "decode_primitive", "describe", "encode_comparison", "encode_kind", "encode_list",
-    "encode_sizes", "encode_task", "is_comparison", "is_list", "parts_per_element", "read_call",
-    "with_root",
-]  # fmt: skip
-
 #: Root of a list of calls.
 LIST = 0xFFFFFFFF
 #: Code for "no dtype", "no operation", and for a named task instead of a primitive.

@@ -21,8 +21,6 @@ from mpicoll.errors import (
 )
 from mpicoll.output import write_lines
 
-__all__ = ["Future", "Work", "parse_timeout"]
-
 
 def parse_timeout(
     timeout: timedelta | float | None, default: float | None, where: str

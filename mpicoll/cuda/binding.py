@@ -15,8 +15,6 @@ from mpicoll.launch.environment import has_own_gpus
 from mpicoll.launch.launchers import find_local_rank
 from mpicoll.machine import format_ranges
 
-__all__ = ["bind", "describe_far_gpu", "describe_idle_gpus", "device_for"]
-
 #: The kernel's folders of PCI devices.
 _DEVICES = Path("/sys/bus/pci/devices")
 #: PCI classes of GPUs: display controllers and processing accelerators.

@@ -17,11 +17,6 @@ from mpicoll.launch.mpi_library import find_library
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Capabilities", "discover", "exchange", "find_nodes", "find_partners",
-    "judge", "try_messages",
-]  # fmt: skip
-
 #: Support for device memory set by the site.
 OVERRIDE = settings.CUDA_AWARE.name
 #: Timeout in seconds for the messages between nodes.
@@ -29,41 +24,27 @@ BETWEEN_NODES_TIMEOUT_S = 30.0
 
 
 class Capabilities(NamedTuple):
-    """The capabilities of one rank's process.
+    """The capabilities of one rank's process."""
 
-    vendor, version: of the MPI library.
-    library: file of the MPI library.
-    cuda:    whether MPI sends and receives device memory.
-    why:     reason for that value, for people.
-    problem: description of a test that failed although MPI claims support; "" if none did.
-    remedy:  advice for better support, if known.
-    settled: whether ``cuda`` is final; False if only a probe can tell.
-    key:     key of the probe's outcome: equal for ranks whose probes would have the same outcome.
-    gpus:    PCI bus id and UUID of each GPU that this process sees.
-    names:   model names of these GPUs.
-    no_gpu:  reason that this process has no GPUs.
-    nccl:    whether NCCL is available.
-    node:    identifies the processes that share memory with this one.
-    forced:  value of MPICOLL_DEVICE_ROUTE in this process.
-    used:    the GPU of the rank's arrays; "" before a group's first call on device memory.
-    """
-
+    #: Of the MPI library.
     vendor: str
     version: str
-    library: str
-    cuda: bool
-    why: str
-    node: str
+    library: str  # file of the MPI library
+    cuda: bool  # whether MPI sends and receives device memory
+    why: str  # reason for that value, for people
+    node: str  # identifies the processes that share memory with this one
+    #: Description of a test that failed although MPI claims support; "" if none did.
     problem: str = ""
-    remedy: str = ""
-    settled: bool = True
+    remedy: str = ""  # advice for better support, if known
+    settled: bool = True  # whether ``cuda`` is final; False if only a probe can tell
+    #: Key of the probe's outcome: equal for ranks whose probes would have the same outcome.
     key: str = ""
-    gpus: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    no_gpu: str = ""
-    nccl: bool = False
-    forced: str = ""
-    used: str = ""
+    gpus: tuple[str, ...] = ()  # PCI bus id and UUID of each GPU that this process sees
+    names: tuple[str, ...] = ()  # model names of these GPUs
+    no_gpu: str = ""  # reason that this process has no GPUs
+    nccl: bool = False  # whether NCCL is available
+    forced: str = ""  # value of MPICOLL_DEVICE_ROUTE in this process
+    used: str = ""  # the GPU of the rank's arrays; "" before a group's first call on device memory
 
     def lacks_mpi(self) -> str:
         """Return the missing MPI support as text; "" if it is sufficient."""

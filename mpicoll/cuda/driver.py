@@ -13,8 +13,6 @@ from typing import Any
 
 from mpicoll.errors import MpicollError
 
-__all__ = ["BUFFER", "EXPORTABLE", "MANAGED", "NBYTES", "ORDINAL", "START", "Driver"]
-
 #: CUpointer_attribute: IS_LEGACY_CUDA_IPC_CAPABLE, IS_MANAGED, DEVICE_ORDINAL.
 EXPORTABLE, MANAGED, ORDINAL = 10, 8, 9
 #: BUFFER_ID, RANGE_START_ADDR, RANGE_SIZE.

@@ -15,24 +15,15 @@ from typing import NamedTuple
 
 from mpicoll.launch.mpi_library import find_function
 
-__all__ = ["QUERIES", "SWITCHES", "find_switch", "find_ucx_remedy", "has_ucx_cuda"]
-
 
 class Switch(NamedTuple):
-    """An environment variable that turns off device memory in an MPI library.
+    """An environment variable that turns off device memory in an MPI library."""
 
-    library: pattern for the text of MPI_Get_library_version.
-    name:    name of the variable.
-    default: value that applies if the variable is not set.
-    off:     pattern for the full value that turns device memory off.
-    remedy:  advice for the user.
-    """
-
-    library: str
-    name: str
-    default: str
-    off: str
-    remedy: str
+    library: str  # pattern for the text of MPI_Get_library_version
+    name: str  # name of the variable
+    default: str  # value that applies if the variable is not set
+    off: str  # pattern for the full value that turns device memory off
+    remedy: str  # advice for the user
 
 
 _NO = r"0|no?|off|false|"

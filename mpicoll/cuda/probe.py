@@ -32,8 +32,6 @@ from mpicoll.launch.world import start_mpi
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HUNG", "OK", "ProbeDevice", "ProbeOutcome", "exchange_messages", "run_probe"]
-
 #: Timeout in seconds for the processes: starting CUDA from a network file system is slow.
 LIMIT = 60.0
 #: Seconds before the remaining processes are terminated after one has failed, and before terminated

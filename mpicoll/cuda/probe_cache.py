@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from mpicoll import private_files
 from mpicoll.launch.launchers import is_launcher_variable
 
-__all__ = ["HUNG", "OK", "ProbeOutcome", "build_key", "digest", "load", "store"]
-
 #: Prefixes of variables that may affect how an MPI library handles device memory.
 _SETTINGS = re.compile(
     "MPICH_|MPIR_|MVP_|MV2_|I_MPI_(OFFLOAD|FABRICS|OFI|SHM)|OMPI_MCA_|OPAL_|UCX_|FI_|PSM|LD_LIBRARY_PATH$|LD_PRELOAD$|MPI4PY_"
@@ -26,16 +24,11 @@ OK, HUNG = "ok", "hung"
 
 
 class ProbeOutcome(NamedTuple):
-    """The outcome of a probe.
+    """The outcome of a probe."""
 
-    ranks: number of ranks it ran on.
-    began: "ok" if MPI and the device were available, else the error.
-    transfer: "ok", or the error; "" if messages were not tried.
-    """
-
-    ranks: int
-    began: str
-    transfer: str
+    ranks: int  # number of ranks it ran on
+    began: str  # "ok" if MPI and the device were available, else the error
+    transfer: str  # "ok", or the error; "" if messages were not tried
 
 
 def build_key(version: str, library: Path, names: Sequence[str], driver: str) -> dict[str, Any]:

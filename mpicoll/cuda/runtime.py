@@ -23,11 +23,6 @@ from mpicoll.kernels.device_kernels import DeviceKernels, external_stream
 from mpicoll.kernels.peers import Collective, Peers
 from mpicoll.kernels.reduction import Loop
 
-__all__ = [
-    "HANDLE_BYTES", "LEGACY", "PER_THREAD", "UNKNOWN", "Allocation", "Event", "Memory", "Runtime",
-    "StridedMemory", "allocate", "get_runtime",
-]  # fmt: skip
-
 #: Stream numbers: CUDA's legacy default stream, which is ordered with all other streams except
 #: non-blocking ones; the per-thread default stream; and a stream that the array's library does not
 #: name.
@@ -73,15 +68,13 @@ class StridedMemory(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """An allocation of memory, of which an array may be a part.
+    """An allocation of memory, of which an array may be a part."""
 
-    base, nbytes: its first address and size.
-    buffer: the driver's id, which no other allocation of the process ever gets; a later allocation
-            may have the same address.
-    """
-
+    #: Its first address and size.
     base: int
     nbytes: int
+    #: The driver's id, which no other allocation of the process ever gets; a later allocation may
+    #: have the same address.
     buffer: int
 
 

@@ -14,8 +14,6 @@ from mpicoll.cuda.runtime import LEGACY, PER_THREAD, UNKNOWN, Event, Memory, Run
 from mpicoll.cuda.threads import set_process_device
 from mpicoll.errors import UnsupportedError
 
-__all__ = ["CapturedOrder", "CurrentStreams", "DeviceContext", "Point", "StreamOrder", "poll_until"]
-
 
 class DeviceContext:
     """A group's resources on one device: streams, and scratch memory that its calls use in turn.
@@ -201,13 +199,10 @@ _retained: list[tuple[list[Memory], Memory | None]] = []
 
 
 class CurrentStreams(NamedTuple):
-    """An array library's notion of the calling thread's current streams.
+    """An array library's notion of the calling thread's current streams."""
 
-    current: returns the current stream of a device.
-    using:   returns a context in which a device has another current stream.
-    """
-
-    current: Callable[[int], int]
+    current: Callable[[int], int]  # returns the current stream of a device
+    #: Returns a context in which a device has another current stream.
     using: Callable[[int, int], AbstractContextManager[object]]
 
 

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpicoll.cuda.runtime import Runtime
 
-__all__ = ["set_process_device", "use_process_device"]
-
 _Device = tuple["Runtime", int]
 #: The first device that the process uses.
 _device: _Device | None = None

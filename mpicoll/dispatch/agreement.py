@@ -25,8 +25,6 @@ from mpicoll.primitives import PRIMITIVES
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree", "find_facts"]
-
 #: Modules outside routes/ whose constants determine the bytes that ranks send.
 _MODULES = (
     "control_messages", "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing",

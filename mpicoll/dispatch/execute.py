@@ -42,11 +42,6 @@ from mpicoll.kernels.calls import bind_fast_path
 from mpicoll.output import warn
 from mpicoll.primitives import Primitive
 
-__all__ = [
-    "describe", "find_root", "resolve_or_warn", "run", "run_all", "run_fast", "run_in_order",
-    "submit", "to_mpi_error", "wait_unless",
-]  # fmt: skip
-
 
 def run(
     primitive: Primitive,

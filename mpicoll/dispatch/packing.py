@@ -19,8 +19,6 @@ from mpicoll.cuda.streams import CapturedOrder, DeviceContext, StreamOrder
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.primitives import Layout
 
-__all__ = ["buffers_of", "in_stream_order", "on_views"]
-
 
 def on_views(kind: CallKind, implementation: Implementation, on_device: bool) -> RunOnViews:
     """Return a function that runs an implementation on views, and packs them if necessary."""

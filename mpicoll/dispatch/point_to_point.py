@@ -34,11 +34,6 @@ from mpicoll.output import format_count
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "Message", "MessageWork", "begin_message", "check_tag", "drain", "exchange_bytes",
-    "find_source", "in_background", "keep_polling", "stop_polling",
-]  # fmt: skip
-
 #: Tests pending messages, so that MPI progresses them while Python computes.
 _poller = Poller()
 #: Messages to ranks that have exited, with their buffers, which MPI may still read.
@@ -55,15 +50,13 @@ assert len(DTYPES) <= _TAGS
 
 
 class Message(NamedTuple):
-    """The array of a message, and the memory that MPI reads or writes.
-
-    copy:   copies the array to this memory before a send, or back after a receive, if needed.
-    is_due: returns whether the array may be read or written now.
-    """
+    """The array of a message, and the memory that MPI reads or writes."""
 
     view: View
     packed: View
+    #: Copies the array to this memory before a send, or back after a receive, if needed.
     copy: Callable[[], None] = lambda: None
+    #: Returns whether the array may be read or written now.
     is_due: Callable[[], bool] = lambda: True
 
 

@@ -15,17 +15,14 @@ handler that raises an exception in a call need no message to other ranks. They 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from mpicoll import settings
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.errors import CollectiveTimeoutError, DistBackendError, MismatchError, MPIError
 from mpicoll.failures import consistency, lost_ranks, monitor_client, rank_status
 from mpicoll.failures.consistency import describe_call
 from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
 from mpicoll.launch.world import finalize_within, is_serialized
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Seconds that a blocking call of MPI has to return after its group has failed.
 _GRACE_S = 10.0
@@ -189,14 +186,12 @@ def fail_after_mpi_error(group: ProcessGroup, error: MPIError) -> DistBackendErr
     if group.size() == 1 or lost_ranks.is_fault_tolerant():
         return error
     fail(group, error)
-    end, expected = time.monotonic() + _ANSWER_TIMEOUT_S, rank_status.neighbours(group)
-    while True:
-        rank_status.receive(group)
-        found = find_mismatch(group, ". MPI reported an error in this call; the group has failed")
-        has_all = expected <= rank_status.find_departed(group, rank_status.FINAL)
-        if found is not None or has_all or time.monotonic() > end or is_serialized():
-            return found or error
-        time.sleep(1e-3)
+    rank_status.wait_for_neighbours(
+        group, rank_status.FINAL, time.monotonic() + _ANSWER_TIMEOUT_S,
+        until=lambda: is_serialized() or rank_status.describe_mismatch(group),
+    )  # fmt: skip
+    why = ". MPI reported an error in this call; the group has failed"
+    return find_mismatch(group, why) or error
 
 
 def find_mismatch(group: ProcessGroup, consequence: str = "") -> MismatchError | None:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, cast
 
 from mpicoll import communicators
-from mpicoll.core import groups
+from mpicoll.core.groups import ProcessGroup, return_errors
 from mpicoll.errors import ArgumentError, LostRankError
 from mpicoll.failures import rank_status
 from mpicoll.failures.report import format_ranks
@@ -24,8 +24,6 @@ from mpicoll.launch.world import skip_finalize
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpicoll.core.groups import ProcessGroup
 
 _FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 #: Time for MPI to find the lost rank after another rank has revoked a communicator.
@@ -110,7 +108,7 @@ def shrink(group: ProcessGroup, excluded: Collection[int], where: str) -> MPI.In
         )
     # MPI_Comm_shrink agrees on the survivors, and works on a revoked communicator.
     made = cast("MPI.Intracomm", group.inner.Shrink())
-    groups.return_errors(made)
+    return_errors(made)
     found = communicators.translate_ranks(group.inner, made)
     gone = [group.ranks[rank] for rank, other in enumerate(found) if other is None]
     if gone != named:

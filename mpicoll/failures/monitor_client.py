@@ -19,32 +19,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import control_messages, line_protocol
-from mpicoll.core.groups import on_close, on_open, state
+from mpicoll.core.groups import ProcessGroup, on_close, on_open, state
 from mpicoll.failures import lost_ranks, node_monitor, report
 from mpicoll.failures.status_page import Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
-from mpicoll.launch.launchers import find_launcher
+from mpicoll.launch.launcher_processes import find_ancestors, find_starter, open_stderr
 from mpicoll.launch.server import listen
 from mpicoll.signals import blocked_job_signals
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpicoll.core.groups import ProcessGroup
-
-#: Names of processes that start and end the ranks of a node.
-_LAUNCHERS = {
-    "hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "orted", "orterun", "prte", "prted",
-    "prterun", "slurmstepd",
-}  # fmt: skip
 #: The descriptors of a rank that the monitor opens.
 _OPENED = {"page": os.O_RDWR, "stacks": os.O_RDWR, "bell": os.O_RDONLY | os.O_NONBLOCK}
-#: pidfd_getfd, of Linux from 5.6 on, on x86-64 and aarch64 alike.
-_PIDFD_GETFD = 438
 
 
 class _Own:
@@ -119,7 +109,7 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
 
 def _make_head(several: bool) -> tuple[dict[str, Any], socket.socket | None]:
     """Choose the secret and addresses of the head monitor; return them and its socket."""
-    job = os.environ.get("SLURM_JOB_ID") or str([*_find_launchers(), os.getpid()][0])
+    job = os.environ.get("SLURM_JOB_ID") or str([*find_ancestors(), os.getpid()][0])
     names: list[list[str | int]] = []
     sock = None
     with contextlib.suppress(OSError):
@@ -154,8 +144,8 @@ def _launch_monitor(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], sock: socket.socket | None
 ) -> None:
     """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
-    launchers = _find_launchers()
-    starter, pidfd = _find_starter(launchers), -1
+    launchers = find_ancestors()
+    starter, pidfd = find_starter(launchers), -1
     with contextlib.ExitStack() as stack:
         kept: list[int] = []
 
@@ -175,7 +165,7 @@ def _launch_monitor(
             "listener": None if sock is None else keep(os.dup(sock.fileno())),
             "survives_losses": lost_ranks.is_fault_tolerant(),
             "launcher": starter, "launcher_pidfd": pidfd, "epoll": poll.fileno(),
-            "stderr": keep(_open_stderr(launchers)),
+            "stderr": keep(open_stderr(launchers)),
             "names": [head["job"], *map(str, launchers)],
             "command": " ".join(sys.orig_argv)[:200],
             "path": [entry for entry in sys.path if entry],
@@ -189,53 +179,6 @@ def _launch_monitor(
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd="/",
                 start_new_session=True, check=False, pass_fds=(poll.fileno(), *kept),
             )  # fmt: skip
-
-
-def _open_stderr(launchers: list[int]) -> int:
-    """Return a descriptor of the launcher's standard error, or of this process if that fails.
-
-    A launcher whose rank has died ends within milliseconds, and no longer reads the ranks' pipes.
-    """
-    with contextlib.suppress(OSError, IndexError):
-        path, pidfd = Path(f"/proc/{launchers[-1]}/fd/2"), os.pidfd_open(launchers[-1])
-        found = int(ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, 2, 0))
-        os.close(pidfd)
-        # A second open of a file would have a separate offset, and overwrite other output.
-        if found < 0 and not path.is_file():
-            found = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_CLOEXEC)
-        if found >= 0:
-            # A daemon that starts the ranks of a node has /dev/null.
-            if os.fstat(found).st_rdev != Path(os.devnull).stat().st_rdev:
-                return found
-            os.close(found)
-    return os.dup(2)
-
-
-def _find_starter(launchers: list[int]) -> int:
-    """Return the process whose end also ends the ranks of this node, 0 if there is none."""
-    launched = find_launcher()
-    if launched is None:
-        return 0
-    if not launched.is_parent:
-        return launchers[0] if launchers and launched.protocol else 0
-    # A process that a rank starts inherits its variables, and may outlive it.
-    parent = os.getppid()
-    with contextlib.suppress(OSError):
-        entries = os.fsdecode(Path(f"/proc/{parent}/environ").read_bytes()).split("\0")
-        if launched.is_present({entry.partition("=")[0]: "" for entry in entries}):
-            return 0
-    return parent
-
-
-def _find_launchers() -> list[int]:
-    """Return the ancestors of this process that belong to an MPI launcher, the nearest first."""
-    found, process = [], os.getppid()
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        while process > 1:
-            if Path(f"/proc/{process}/comm").read_text().strip() in _LAUNCHERS:
-                found.append(process)
-            process = int(node_monitor.read_stat(process)[1])
-    return found
 
 
 # --- while the monitor runs -----------------------------------------------------------------------

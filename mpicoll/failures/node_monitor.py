@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import mmap
 import os
@@ -30,7 +29,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -45,6 +43,7 @@ from mpicoll.failures import report
 from mpicoll.failures.report import Snapshot
 from mpicoll.failures.status_page import DONE, ENDING, map_page
 from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, LineServer, is_proof, mac
+from mpicoll.processes import is_dying, is_in_signal_set, read_end, state_of
 from mpicoll.signals import JOB_SIGNALS
 
 _CHECK_INTERVAL_S = 1.0  # of the processes
@@ -57,9 +56,6 @@ _DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 0.5
 _CONNECT_TIMEOUT_S, _START_TIMEOUT_S = 3.0, 30.0
 #: Maximum number of connections without a handshake, in addition to those of all nodes.
 _MAX_STRANGER_COUNT = 64
-_PF_EXITING = 4  # flag of a process that is exiting, in /proc/PID/stat
-#: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
-_PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
 SOCKETS = ".watch"  # suffix of the name of a monitor's socket
 _NEVER = float("inf")
 
@@ -77,66 +73,6 @@ def find_folder() -> Path:
             f"{folder} belongs to another user, or others may write to it; remove it"
         )
     return folder
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-
-def read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on. The next one is the parent."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _state_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return "stopped" if read_stat(pid)[0] in "Tt" else "running"
-    return "gone"
-
-
-def _is_dying(pid: int) -> bool:
-    """Return whether a process has ended, is exiting, or was sent a fatal signal.
-
-    If any fatal signal ends a process, the kernel has SIGKILL pending for each of its threads.
-    """
-    with contextlib.suppress(OSError):
-        state = read_stat(pid)
-        return (
-            state[0] in "ZX"
-            or bool(int(state[6]) & _PF_EXITING)
-            or any(_is_in_set(pid, name, signal.SIGKILL) for name in ("SigPnd", "ShdPnd"))
-        )
-    return True
-
-
-def _is_in_set(pid: int, name: str, number: int) -> bool:
-    """Return whether a signal is in a set of /proc/PID/status, such as SigCgt (handled)."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return bool(int(status.split(f"{name}:")[1].split()[0], 16) >> (number - 1) & 1)
-
-
-def _read_end(pidfd: int, pid: int, until: float) -> str:
-    """Return how a process has ended: the name of a signal, "code N", or "" if it is unknown."""
-    while True:  # while its parent waits for it, both sources may fail
-        answer = bytearray(struct.pack("=Q", _INFO_EXIT) + bytes(56))
-        with contextlib.suppress(OSError):  # after its parent has waited for it
-            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, answer)
-            mask, code = _INFO.unpack_from(answer)
-            if mask & _INFO_EXIT:
-                return _name_end(code)
-        with contextlib.suppress(OSError, ValueError, IndexError):  # before
-            fields = read_stat(pid)
-            if fields[0] in "ZX":
-                return _name_end(int(fields[-1]))
-        if time.monotonic() >= until:
-            return ""
-        time.sleep(0.002)
-
-
-def _name_end(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    with contextlib.suppress(ValueError):  # a real-time signal has no name
-        return f"code {code}" if code >= 0 else signal.Signals(-code).name
-    return f"signal {-code}"
 
 
 class _Rank:
@@ -170,10 +106,10 @@ class _Rank:
 
         The signal goes to a thread of mpicoll, so that it interrupts no system call of the program.
         """
-        if not self.is_alive or _state_of(self.pid) != "running":
+        if not self.is_alive or state_of(self.pid) != "running":
             return False
         with contextlib.suppress(OSError, ValueError, IndexError, AttributeError):
-            if _is_in_set(self.pid, "SigCgt", self._signal):
+            if is_in_signal_set(self.pid, "SigCgt", self._signal):
                 os.ftruncate(self.stacks, 0)
                 libc = ctypes.CDLL(None)
                 return bool(libc.tgkill(self.pid, self.page.listener, self._signal) == 0)
@@ -181,7 +117,7 @@ class _Rank:
 
     def snapshot(self, host: str) -> Snapshot:
         """Return the state of the rank; see report.py."""
-        state = _state_of(self.pid) if self.is_alive else "gone"
+        state = state_of(self.pid) if self.is_alive else "gone"
         if state == "running":
             state = {ENDING: "ending", DONE: "done"}.get(self.page.state, state)
         return {
@@ -434,7 +370,7 @@ class NodeMonitor(LineServer[JsonConnection]):
                         self._tell_head({"hang": cell.as_dict()}, time.monotonic())
             else:
                 self._close(rank.bell)
-                if _is_dying(rank.pid):
+                if is_dying(rank.pid):
                     self._record_sign(rank)
 
     def _record_sign(self, rank: _Rank) -> None:
@@ -442,14 +378,14 @@ class NodeMonitor(LineServer[JsonConnection]):
         if not rank.sign:
             rank.sign = time.monotonic()
             others = [one for one in self._ranks if one is not rank and not one.is_quiet]
-            rank.was_alone = not any(one.sign or _is_dying(one.pid) for one in others)
+            rank.was_alone = not any(one.sign or is_dying(one.pid) for one in others)
             self._dying.append(rank)
 
     def _record_end(self, rank: _Rank) -> None:
         """Record that a rank's process has ended, and how; wait up to _END_TIMEOUT_S for that."""
         self._record_sign(rank)
         until = 0.0 if rank.is_quiet else time.monotonic() + _END_TIMEOUT_S
-        rank.how = _read_end(rank.pidfd, rank.pid, until)
+        rank.how = read_end(rank.pidfd, rank.pid, until)
         rank.is_alive = False
         self._close(rank.pidfd)
 
@@ -463,7 +399,7 @@ class NodeMonitor(LineServer[JsonConnection]):
                 self._tell_head({"ending": one.rank}, when)
         if not self._dying or (
             time.monotonic() < self._dying[0].sign + _DYING_TIMEOUT_S
-            and any(one.is_alive and _is_dying(one.pid) for one in self._ranks if not one.is_quiet)
+            and any(one.is_alive and is_dying(one.pid) for one in self._ranks if not one.is_quiet)
         ):
             return
         lost, self._dying = [one for one in self._dying if not one.is_quiet], []
@@ -553,7 +489,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         """
         has_ended = any(not one.is_alive and one.page.state == ENDING for one in self._ranks)
         for one in self._ranks:
-            is_stopped = has_ended and not one.is_quiet and _state_of(one.pid) == "stopped"
+            is_stopped = has_ended and not one.is_quiet and state_of(one.pid) == "stopped"
             if one.needs_monitor and (now > self._kill_at or is_stopped):
                 with contextlib.suppress(OSError):
                     signal.pidfd_send_signal(one.pidfd, signal.SIGKILL)

@@ -12,20 +12,19 @@ import contextlib
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from mpicoll import communicators
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.failures.consistency import describe_call, digest
 from mpicoll.failures.report import DETAIL_HINT, format_ranks
 from mpicoll.kernels.calls import RecordEntry
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from mpicoll.core.groups import ProcessGroup
 
 
 class RankStatus(NamedTuple):
@@ -144,6 +143,27 @@ def find_departed(group: ProcessGroup, states: tuple[int, ...] = DEPARTED) -> se
     return {rank for rank, status in list(group.statuses.items()) if status.state in states}
 
 
+def wait_for_neighbours(
+    group: ProcessGroup,
+    states: tuple[int, ...],
+    end: float,
+    until: Callable[[], object] = lambda: False,
+) -> bool:
+    """Wait until all neighbours have sent one of these states; return whether they have.
+
+    Returns False at ``end`` (time.monotonic), and once ``until()`` returns a true value.
+    """
+    expected, pause = neighbours(group), 1e-6
+    while True:
+        receive(group)
+        if expected <= find_departed(group, states):
+            return True
+        if until() or time.monotonic() > end:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+
+
 def find_missing(group: ProcessGroup, may_time_out: bool) -> str:
     """Name the global ranks that have departed before this rank's current collective; "" for none.
 
@@ -206,14 +226,7 @@ def compare_at_destroy(group: ProcessGroup, end: float) -> tuple[bool, str]:
     neighbours have arrived; and the description of a mismatch, "" for none.
     """
     send(group, DESTROYING)
-    expected, pause = neighbours(group), 1e-6
-    while True:
-        receive(group)
-        has_all = expected <= find_departed(group)
-        if has_all or time.monotonic() > end:
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
+    has_all = wait_for_neighbours(group, DEPARTED, end)
     if text := describe_mismatch(group, ends=True):
         text += f". The results of these calls may be wrong. {DETAIL_HINT}"
     return has_all and not text, text

@@ -17,21 +17,13 @@ import traceback
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from mpicoll import settings
-from mpicoll.core.groups import state
+from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.cuda.threads import use_process_device
 from mpicoll.errors import DistBackendError, LostRankError, MismatchError
-from mpicoll.failures import flight_record, lost_ranks, monitor_client, rank_status
-from mpicoll.failures.group_failure import (
-    fail,
-    fail_late_call,
-    find_mismatch,
-    grace,
-    receive_failures,
-)
+from mpicoll.failures import flight_record, group_failure, lost_ranks, monitor_client, rank_status
 from mpicoll.kernels.calls import find_signal_handler
 from mpicoll.kernels.library import kernels
 from mpicoll.launch import exit_hooks
@@ -40,9 +32,6 @@ from mpicoll.launch.exit_hooks import INTERRUPTED, RankEnd, end_ranks, flush_out
 from mpicoll.launch.session import current_session
 from mpicoll.launch.world import is_serialized
 from mpicoll.output import flush_streams, write_lines
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
 
 #: Maximum time between checks of the groups.
 _CHECK_INTERVAL_S = 1.0
@@ -227,7 +216,7 @@ class Watchdog(RankEnd):
                 group.resources.leave(alone=True)
         if not is_serialized():
             for group in groups:  # last: another thread may be stuck inside
-                receive_failures(group)
+                group_failure.receive_failures(group)
 
     def _find_calls(self) -> set[tuple[ProcessGroup, int]]:
         """Return each group that is inside a synchronous call, with the number of the call."""
@@ -271,7 +260,7 @@ class Watchdog(RankEnd):
                 self._next_receive = now + _RECEIVE_INTERVAL_S
             for group in list(state.groups):
                 if is_due or group is state.default:
-                    receive_failures(group)
+                    group_failure.receive_failures(group)
                 if lost_ranks.is_fault_tolerant():
                     lost_ranks.check(group)
         for group in list(state.groups):
@@ -292,22 +281,22 @@ class Watchdog(RankEnd):
         if not wait.is_reported and 0 < _report_after(group) < waited:
             wait.is_reported = True
             monitor_client.report_late(group, wait.number - group.formed, waited)
-        receive_failures(group)
+        group_failure.receive_failures(group)
         keeps_time = group.task.keeps_time
         if group.error is not None:
             return
         if missing := rank_status.find_missing(group, keeps_time or group.busy()):
             why = f"{missing} ended without making this call"
-            fail(group, MismatchError(f"group {group.group_name}: {why}"))
+            group_failure.fail(group, MismatchError(f"group {group.group_name}: {why}"))
         elif not keeps_time:
             soon = min(_SEND_AFTER_S, math.inf if group.timeout is None else group.timeout / 2)
             if not wait.has_sent and waited > soon:
                 wait.has_sent = True
                 rank_status.send(group)
-            if mismatch := find_mismatch(group):
-                fail(group, mismatch)
+            if mismatch := group_failure.find_mismatch(group):
+                group_failure.fail(group, mismatch)
             elif group.timeout is not None and waited > group.timeout:
-                fail_late_call(group, wait.number)
+                group_failure.fail_late_call(group, wait.number)
 
     def _check_missing(self, group: ProcessGroup) -> None:
         """Fail a group whose device work waits for a rank that has ended."""
@@ -315,7 +304,9 @@ class Watchdog(RankEnd):
             time.sleep(_JOB_END_GRACE_S)  # a rank that raises an exception notifies devices next
             group.check_device_errors()
             why = f"{missing} ended without making the last calls of this rank"
-            fail(group, MismatchError(f"group {group.group_name}: {why}"), pending=True)
+            group_failure.fail(
+                group, MismatchError(f"group {group.group_name}: {why}"), pending=True
+            )
 
     def _check_failed(
         self, group: ProcessGroup, error: DistBackendError, wait: _Wait, now: float
@@ -329,8 +320,8 @@ class Watchdog(RankEnd):
             if group.pending_error is not None:
                 write_lines(f"mpicoll: {error}")
             if group.device_error is not None and not is_lost:
-                fail(group, error)  # some devices may not have notified their ranks
-        limit, setting = grace(), settings.TIMEOUT_GRACE.name
+                group_failure.fail(group, error)  # some devices may not have notified their ranks
+        limit, setting = group_failure.grace(), settings.TIMEOUT_GRACE.name
         if group.pending_error is not None and now - wait.failed > limit and not is_lost:
             write_lines(
                 f"mpicoll: rank {group.ranks[group.rank()]}: no call of this program has raised "

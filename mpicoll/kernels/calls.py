@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
     from mpicoll.core.progress import Worker
 
-__all__ = [
-    "COMPARE", "FUSED", "LISTS", "CallEntry", "Calls", "PythonCalls", "add_tensor_type",
-    "bind_fast_path", "describe", "find_signal_handler", "take_interruption",
-]  # fmt: skip
-
 #: The types of functions of the C library that fast paths call; FUSED runs a list of calls.
 LISTS, COMPARE, FUSED = range(3)
 
@@ -45,26 +40,20 @@ Root = TypeVar("Root", bound=Callable[..., int])
 
 
 class CallEntry(NamedTuple):
-    """A call in a group's history. Times are nanoseconds of the monotonic clock; 0: not yet.
+    """A call in a group's history. Times are nanoseconds of the monotonic clock; 0: not yet."""
 
-    id:      number, from 1 on, in the order in which calls were made or queued.
-    place:   number, from 1 on, in the order in which calls began, which is the same on all ranks;
-             0: not begun.
-    number:  the call number, or the latest call number if this call has none.
-    created: when the call was made or queued.
-    thread:  the thread that runs the call, or has queued it.
-    """
-
-    id: int
+    id: int  # number, from 1 on, in the order in which calls were made or queued
+    #: Number, from 1 on, in the order in which calls began, which is the same on all ranks; 0: not
+    #: begun.
     place: int
-    number: int
+    number: int  # the call number, or the latest call number if this call has none
     kind: int
     sizes: int
     root: int
-    created: int
+    created: int  # when the call was made or queued
     started: int
     completed: int
-    thread: int
+    thread: int  # the thread that runs the call, or has queued it
 
 
 #: A call number that is never reached.

@@ -21,10 +21,9 @@ import numpy as np
 
 from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_name
 from mpicoll.errors import ArgumentError, UnsupportedError
-from mpicoll.kernels.peers import PIECE, RANKS, Collective, Peers
+from mpicoll.kernels.peers import PIECE as PIECE
+from mpicoll.kernels.peers import RANKS, Collective, Peers
 from mpicoll.kernels.reduction import Loop, factor_of, find_loop
-
-__all__ = ["PIECE", "DeviceKernels", "external_stream"]
 
 #: Threads per block.
 _THREADS = 256
@@ -227,18 +226,12 @@ class _Handle:
 
 
 class _Cut(NamedTuple):
-    """How a kernel splits its elements.
+    """How a kernel splits its elements."""
 
-    head:     elements before the first piece.
-    pieces:   number of pieces, each read and written at once.
-    elements: total number; elements outside the pieces are processed one by one.
-    steps:    iterations of the longer of the kernel's two loops.
-    """
-
-    head: int
-    pieces: int
-    elements: int
-    steps: int
+    head: int  # elements before the first piece
+    pieces: int  # number of pieces, each read and written at once
+    elements: int  # total number; elements outside the pieces are processed one by one
+    steps: int  # iterations of the longer of the kernel's two loops
 
 
 def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpicoll import settings
 
-__all__ = ["Kernels", "address_of", "describe", "kernels"]
-
 #: The C types of struct mpicoll_field in kernels.h, by code of Python's struct module.
 _TYPES: dict[str, Any] = {
     "P": ctypes.c_void_p, "N": ctypes.c_size_t, "Q": ctypes.c_uint64, "q": ctypes.c_int64,

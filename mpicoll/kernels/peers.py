@@ -14,11 +14,6 @@ import numpy as np
 
 from mpicoll.kernels.reduction import Loop
 
-__all__ = [
-    "ALL", "BLOCKS", "CLOSED", "DIFFERS", "FAILED", "HEADER", "LATE", "PIECE", "RANKS", "STEP_BITS",
-    "Collective", "Cut", "Failure", "Peers", "room_of",
-]  # fmt: skip
-
 #: Bytes that a thread reads or writes at once; LENGTH in device.cu. Arrays to combine are read in
 #: pieces of this size if their addresses are equal modulo this number, else element by element.
 PIECE = 16
@@ -43,23 +38,16 @@ BLOCK_MIN_BYTES = 32 * 1024
 
 
 class Peers(NamedTuple):
-    """The workspaces of a group's ranks, as one rank's device sees them.
+    """The workspaces of a group's ranks, as one rank's device sees them."""
 
-    addresses: of each rank's workspace, mapped on this device.
-    me:        this rank.
-    failure:   address of 8 bytes in host memory that all ranks' hosts and devices can access: a
-               Failure after a device or a host has aborted the kernels; zero before.
-    limit:     nanoseconds after which a device aborts.
-    room:      bytes of the area for the data that one rank pushes in a step.
-    blocks:    maximum number of blocks of a kernel, which every rank's device can run at once.
-    """
-
-    addresses: tuple[int, ...]
-    me: int
+    addresses: tuple[int, ...]  # of each rank's workspace, mapped on this device
+    me: int  # this rank
+    #: Address of 8 bytes in host memory that all ranks' hosts and devices can access: a Failure
+    #: after a device or a host has aborted the kernels; zero before.
     failure: int
-    limit: int
-    room: int
-    blocks: int
+    limit: int  # nanoseconds after which a device aborts
+    room: int  # bytes of the area for the data that one rank pushes in a step
+    blocks: int  # maximum number of blocks of a kernel, which every rank's device can run at once
 
     def pack(self, call: int) -> bytes:
         """Return the struct Peers of a call."""
@@ -105,29 +93,20 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective call of one rank.
+    """A collective call of one rank."""
 
-    name:    all_reduce (also for reduce), reduce_scatter, all_gather or broadcast.
-    by:      the loop that combines; None to copy.
-    width:   bytes of an element, or of a number if they are combined.
-    send, recv: addresses; in-place calls use recv only.
-    count:   elements of an in-place call.
-    starts:  otherwise the index of the first element of each rank's block, and of the end.
-    root:    the rank that receives or sends; ALL without a root.
-    divisor: of the result.
-    call:    16 bits that must match on all ranks.
-    """
-
-    name: str
-    by: Loop | None
-    width: int
+    name: str  # all_reduce (also for reduce), reduce_scatter, all_gather or broadcast
+    by: Loop | None  # the loop that combines; None to copy
+    width: int  # bytes of an element, or of a number if they are combined
+    #: Addresses; in-place calls use recv only.
     send: int
     recv: int
-    count: int = 0
+    count: int = 0  # elements of an in-place call
+    #: Otherwise the index of the first element of each rank's block, and of the end.
     starts: Sequence[int] = ()
-    root: int = ALL
-    divisor: float = 1
-    call: int = 0
+    root: int = ALL  # the rank that receives or sends; ALL without a root
+    divisor: float = 1  # of the result
+    call: int = 0  # 16 bits that must match on all ranks
 
     def cut(self, peers: Peers) -> Cut:
         """Return how the call is split, with the same bytes on all ranks."""

@@ -33,8 +33,6 @@ from mpicoll.dtypes import DType, Factor, Kind, ReduceOp, by_numpy
 from mpicoll.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from mpicoll.kernels.library import kernels
 
-__all__ = ["Loop", "combine", "factor_of", "find_loop", "narrow", "rounds_sums", "scale"]
-
 Array = npt.NDArray[Any]
 
 _FLOAT32 = np.dtype(np.float32)

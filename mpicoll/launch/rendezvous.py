@@ -48,17 +48,13 @@ class RankTakenError(Exception):
 
 
 class ServerAddress(NamedTuple):
-    """Address of rank 0's server, as published in a store.
+    """Address of rank 0's server, as published in a store."""
 
-    hosts, port: its addresses, most likely reachable first.
-    secret:  of the job; "" if it is not published.
-    machine: processes with the same ``host_identity.machine()`` connect through loopback.
-    """
-
+    #: Its addresses, most likely reachable first.
     hosts: list[str]
     port: int
-    secret: str
-    machine: str
+    secret: str  # of the job; "" if it is not published
+    machine: str  # processes with the same ``host_identity.machine()`` connect through loopback
 
     def format(self) -> str:
         """Return the address as JSON."""
@@ -82,35 +78,28 @@ def loopback(host: str) -> str:
 
 
 class Rendezvous(NamedTuple):
-    """A store, and the rank of this process, as announced by the program that started the ranks.
+    """A store, and the rank of this process, as announced by the program that started the ranks."""
 
-    store: None if the server's host and port are known, or if it runs already.
-    host: name or address of rank 0's host, "" if unknown. The server listens at this address if
-          rank 0 resolves it to exactly one of its addresses, else at all addresses.
-    port: where the server listens, 0 for a free port.
-    after: called on rank 0 when all ranks have connected, or after a failure.
-    server: the address of the server, if it runs already. Else rank 0 starts it.
-    """
-
-    store: Store | None
+    store: Store | None  # None if the server's host and port are known, or if it runs already
     rank: int
     world_size: int
+    #: Name or address of rank 0's host, "" if unknown. The server listens at this address if rank 0
+    #: resolves it to exactly one of its addresses, else at all addresses.
     host: str = ""
-    port: int = 0
+    port: int = 0  # where the server listens, 0 for a free port
+    #: Called on rank 0 when all ranks have connected, or after a failure.
     after: Callable[[], None] = lambda: None
+    #: The address of the server, if it runs already. Else rank 0 starts it.
     server: ServerAddress | None = None
 
 
 class GivenRank(NamedTuple):
-    """The rank and world size that this process was given.
+    """The rank and world size that this process was given."""
 
-    rank, world_size: None if they were not given.
-    names: the argument or variable that gave each of them, for messages.
-    """
-
+    #: None if they were not given.
     rank: int | None
     world_size: int | None
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # the argument or variable that gave each of them, for messages
 
 
 def read_rank(

@@ -28,8 +28,6 @@ from mpicoll.routes import moves, reductions
 from mpicoll.routes.messages import Scope
 from mpicoll.routes.space import Space
 
-__all__ = ["ALGORITHMS", "build", "premultiplied"]
-
 #: By the name of the primitive: the function of this name, without "_single", in ``reductions`` or
 #: ``moves``. All take the same arguments. ``exchange`` and ``direct`` declare these primitives.
 ALGORITHMS: dict[str, Callable[..., None]] = {

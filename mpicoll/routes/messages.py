@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpi4py import MPI
 
 from mpicoll.arrays.views import View
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.routes.space import Space
 from mpicoll.routes.wire import Message, message
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-
-__all__ = ["Messages", "Scope", "Span", "in_flight", "shares_of", "spans_of", "whole_message"]
 
 #: Unfinished messages: their memory is held, for ever if an error came between.
 in_flight: set[Messages] = set()
@@ -87,22 +83,16 @@ def shares_of(count: int, n: int, begin: int = 0) -> list[Span]:
 
 
 class Scope(NamedTuple):
-    """The scope of the algorithms of one kind of call: the group, its memory, the operation.
-
-    op: None if nothing is combined.
-    exact: sums are correctly rounded.
-    combined: the ranks whose elements make the result of each rank.
-    tag:   of the messages, so that calls of different primitives do not match each other's.
-    """
+    """The scope of the algorithms of one kind of call: the group, its memory, the operation."""
 
     group: ProcessGroup
     space: Space
-    op: ReduceOp | None
-    exact: bool
+    op: ReduceOp | None  # None if nothing is combined
+    exact: bool  # sums are correctly rounded
     n: int
     me: int
-    combined: Sequence[range]
-    tag: int
+    combined: Sequence[range]  # the ranks whose elements make the result of each rank
+    tag: int  # of the messages, so that calls of different primitives do not match
 
     def others(self) -> Iterator[int]:
         """Yield the other ranks, from the next one on, so that ranks start with different ones."""

@@ -9,8 +9,6 @@ from mpicoll.core.plan import Blocks
 from mpicoll.routes.messages import Messages, Scope, Span, spans_of, whole_message
 from mpicoll.routes.wire import Message, exchange
 
-__all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
-
 #: Maximum size in bytes of all ranks' blocks for which all_gather uses log2(n) steps.
 GATHERED = 512 * 1024
 #: Minimum and maximum size in bytes of a chunk of a broadcast along a chain; and the preferred

@@ -15,8 +15,6 @@ from mpicoll.routes.moves import all_gather
 from mpicoll.routes.space import Space
 from mpicoll.routes.wire import message
 
-__all__ = ["all_reduce", "chunk_of", "exscan", "reduce", "reduce_scatter", "scan"]
-
 #: Ranks up to which small data goes from each to each, without a copy first.
 DIRECT = 8
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from mpicoll import settings
 from mpicoll.routes.device import direct, hierarchical, ipc, nccl, peer, staged
-from mpicoll.routes.host.registry import HOST
+from mpicoll.routes.host.registry import HOST as HOST
 from mpicoll.routes.route import Route
-
-__all__ = ["DEVICE", "HOST", "ROUTES"]
 
 _DEVICE = {each.ROUTE.name: each.ROUTE for each in (direct, hierarchical, ipc, nccl, peer, staged)}
 #: Device routes by name, best first: in the order of the setting, which must know its values

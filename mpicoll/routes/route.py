@@ -12,12 +12,6 @@ from mpicoll.dtypes import DType, ReduceOp
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Primitive
 
-__all__ = [
-    "EXCHANGES", "MOVES", "PREFIXES", "REDUCTIONS", "Needs", "Policy", "Route",
-    "Serves", "has_loop",
-]  # fmt: skip
-
-
 #: Names of operations that several routes serve.
 MOVES = ("broadcast", "all_gather", "all_gather_single", "gather", "scatter")
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
@@ -31,79 +25,62 @@ def has_loop(op: ReduceOp, dtype: DType) -> bool:
 
 
 class Serves(NamedTuple):
-    """The calls that a route can run.
+    """The calls that a route can run."""
 
-    primitives:   names of the operations.
-    combines:     whether it combines elements of a dtype by a reduce operation.
-    reproducible: levels of reproducibility (core/reproducible.py) that its reductions keep.
-    premultiplies: it applies the factor of PREMUL_SUM itself.
-    uneven:       names of the operations that it serves for blocks of different sizes.
-    buffer_lists: it takes lists of buffers for operations with one array per rank.
-    """
-
-    primitives: tuple[str, ...]
+    primitives: tuple[str, ...]  # names of the operations
+    #: Whether it combines elements of a dtype by a reduce operation.
     combines: Callable[[ReduceOp, DType], bool] = lambda op, dtype: True
+    #: Levels of reproducibility (core/reproducible.py) that its reductions keep.
     reproducible: tuple[str, ...] = ()
-    premultiplies: bool = False
+    premultiplies: bool = False  # it applies the factor of PREMUL_SUM itself
+    #: Names of the operations that it serves for blocks of different sizes.
     uneven: tuple[str, ...] = ()
-    buffer_lists: bool = False
+    buffer_lists: bool = False  # it takes lists of buffers for operations with one array per rank
 
 
 class Needs(NamedTuple):
-    """The requirements of a route.
+    """The requirements of a route."""
 
-    placement:      required placement of the ranks: see routes/tuning.py and (device)
-                    routes/device/eligibility.py; "" for any.
-    description:    the requirements, for messages.
-    missing_reason: (device) returns the missing capability of a rank; "" if it has all.
-    """
-
+    #: Required placement of the ranks: see routes/tuning.py and (device)
+    #: routes/device/eligibility.py; "" for any.
     placement: str = ""
-    description: str = ""
+    description: str = ""  # the requirements, for messages
+    #: (device) returns the missing capability of a rank; "" if it has all.
     missing_reason: Callable[[Capabilities], str] = lambda own: ""
 
 
 class Policy(NamedTuple):
-    """When a route is chosen, and how its calls run.
+    """When a route is chosen, and how its calls run."""
 
-    compares_calls: its protocol compares the ranks' calls where the group compares every call.
-    fallback:       (host) route to use where the group cannot use this one; "" for the route of
-                    smaller messages.
-    on_request:     (device) it is used only if the program requests it.
-    min_bytes:      (device) minimum size in bytes of a rank's larger array, by operation. Smaller
-                    calls use the next route.
-    host_waits_for: (device) description of the host's waits in a call. "" if a call only enqueues
-                    work on streams: then async calls run inline, and the ranks' calls are compared
-                    only from time to time.
-    capturable:     (device) calls may be captured into a CUDA graph after the group's first call of
-                    the kind.
-    """
-
+    #: Its protocol compares the ranks' calls where the group compares every call.
     compares_calls: bool = False
+    #: (host) route to use where the group cannot use this one; "" for the route of smaller
+    #: messages.
     fallback: str = ""
-    on_request: bool = False
+    on_request: bool = False  # (device) it is used only if the program requests it
+    #: (device) minimum size in bytes of a rank's larger array, by operation. Smaller calls use the
+    #: next route.
     min_bytes: Mapping[str, int] = MappingProxyType({})
+    #: (device) description of the host's waits in a call. "" if a call only enqueues work on
+    #: streams: then async calls run inline, and the ranks' calls are compared only from time to
+    #: time.
     host_waits_for: str | None = None
+    #: (device) calls may be captured into a CUDA graph after the group's first call of the kind.
     capturable: bool = False
 
 
 class Route(NamedTuple):
-    """The declaration of a route.
+    """The declaration of a route."""
 
-    module:      ``__name__`` of the module in routes/host or routes/device.
-    description: the route, for messages.
-    build:       returns the implementation for a kind of call; None if it is not available in the
-                 group. Takes the CallKind and (device) the group's Agreement. All ranks call.
-    negotiate:   (device) the class of the group's RouteState.
-    """
-
-    module: str
-    description: str
+    module: str  # ``__name__`` of the module in routes/host or routes/device
+    description: str  # the route, for messages
     serves: Serves
+    #: Returns the implementation for a kind of call; None if it is not available in the group.
+    #: Takes the CallKind and (device) the group's Agreement. All ranks call.
     build: Callable[..., Implementation | None]
     needs: Needs = Needs()
     policy: Policy = Policy()
-    negotiate: Callable[..., Any] | None = None
+    negotiate: Callable[..., Any] | None = None  # (device) the class of the group's RouteState
 
     @property
     def name(self) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.core.reproducible import EXACT, ORDER
 from mpicoll.dtypes import DType, ReduceOp
@@ -13,11 +12,6 @@ from mpicoll.kernels.reduction import rounds_sums
 from mpicoll.routes.device import select as device
 from mpicoll.routes.host import select as host
 from mpicoll.routes.host import shared
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-
-__all__ = ["choose", "share_memory"]
 
 
 def choose(kind: CallKind, on_device: bool) -> Implementation:

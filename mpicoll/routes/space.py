@@ -12,8 +12,6 @@ from mpicoll.core.plan import Contiguous
 from mpicoll.dtypes import DType, Factor, ReduceOp
 from mpicoll.kernels import reduction
 
-__all__ = ["Host", "Space"]
-
 #: Host values of Space.small, chunk and stack.
 SMALL, CHUNK, STACK = 8 * 1024, 1024 * 1024, 32 * 1024 * 1024
 

@@ -12,8 +12,6 @@ from mpicoll.core.plan import CallKind
 from mpicoll.errors import MismatchError
 from mpicoll.output import format_count
 
-__all__ = ["Get", "Put", "Transfer", "addresses", "cut", "misfit"]
-
 
 class Put(NamedTuple):
     """A block that a rank puts into its slot."""
@@ -32,18 +30,13 @@ class Get(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One rank's part of a call. A round carries a piece of every block.
+    """One rank's part of a call. A round carries a piece of every block."""
 
-    places: maximum number of blocks in the slot of a rank.
-    most:   elements of the largest block of all ranks.
-    total:  the sizes that must be equal on all ranks, as a number; see mpicoll.core.signature.
-    puts, gets: blocks. If there is a reduce operation, the blocks of ``gets`` are combined at the
-            address of the first.
-    """
-
-    places: int
-    most: int
-    total: int
+    places: int  # maximum number of blocks in the slot of a rank
+    most: int  # elements of the largest block of all ranks
+    total: int  # the sizes that must be equal on all ranks, as a number; see mpicoll.core.signature
+    #: Blocks. If there is a reduce operation, the blocks of ``gets`` are combined at the address of
+    #: the first.
     puts: Sequence[Put]
     gets: Sequence[Get]
 

@@ -29,11 +29,6 @@ from mpicoll.primitives import Primitive, by_name
 if TYPE_CHECKING:
     from mpicoll.routes.route import Route
 
-__all__ = [
-    "DEFAULT", "KINDS", "PLACES", "Rows", "Steps", "Table", "eligible_routes", "job",
-    "merge_steps", "name_kind", "parse_kind", "route_at",
-]  # fmt: skip
-
 #: In a file: use the default table's route, because this size was not measured.
 DEFAULT = "default"
 #: The placements of a group's ranks.

@@ -14,8 +14,6 @@ from mpicoll import machine, settings
 from mpicoll.errors import ArgumentError
 from mpicoll.routes.tuning import DEFAULT, KINDS, PLACES, Rows, Steps, Table, eligible_routes
 
-__all__ = ["Found", "build_table", "default_path", "join", "origin_mismatch", "parse", "read"]
-
 
 def default_path(mpi: str) -> Path:
     """Return the default path of the table for an MPI library (name and version) on this type of

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll.arrays.views import Buffer, Bytes
-from mpicoll.core.groups import state
+from mpicoll.core.groups import ProcessGroup, state
 from mpicoll.dtypes import DType, by_name
 from mpicoll.errors import MismatchError, MPIError
 from mpicoll.failures import lost_ranks
 from mpicoll.output import format_count
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-
-__all__ = [
-    "INT_MAX", "all_gather_bytes", "broadcast_bytes", "datatype", "exchange", "gather_bytes",
-    "message", "operation", "scatter_bytes", "scratch", "translate_error",
-]  # fmt: skip
 
 #: The largest count that every MPI takes (MPI-3 counts are C ints).
 INT_MAX = 2**31 - 1

@@ -24,8 +24,6 @@ from mpicoll.output import write_lines
 from mpicoll.torch import NAME
 from mpicoll.torch.internals import find_variable
 
-__all__ = ["explain_missing_variable", "install", "resolve_backend", "warn_if_unused"]
-
 #: Names that select mpicoll.
 _aliases: set[str] = set()
 #: Whether torch itself was built with MPI.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as c10d
 from torch import Tensor
 
+from mpicoll import primitives
 from mpicoll.api import collectives
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_index
@@ -23,7 +24,7 @@ from mpicoll.dispatch.execute import run_fast
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, EmptyListError
 from mpicoll.output import format_count
-from mpicoll.primitives import Primitive, by_name
+from mpicoll.primitives import Primitive
 from mpicoll.torch import NAME, core_groups, sparse
 from mpicoll.torch.internals import Event, disable_compile, is_recording
 from mpicoll.torch.options import (
@@ -52,23 +53,8 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import AllgatherOptions
 
-__all__ = ["Collectives"]
-
 #: Number of rows for each rank, of the output and of the input.
 Splits = tuple[Sequence[int], Sequence[int]]
-
-_BROADCAST = by_name["broadcast"]
-_ALL_REDUCE = by_name["all_reduce"]
-_REDUCE = by_name["reduce"]
-_ALL_GATHER = by_name["all_gather"]
-_ALL_GATHER_SINGLE = by_name["all_gather_single"]
-_GATHER = by_name["gather"]
-_SCATTER = by_name["scatter"]
-_REDUCE_SCATTER = by_name["reduce_scatter"]
-_REDUCE_SCATTER_SINGLE = by_name["reduce_scatter_single"]
-_ALL_TO_ALL = by_name["all_to_all"]
-_ALL_TO_ALL_SINGLE = by_name["all_to_all_single"]
-_BARRIER = by_name["barrier"]
 
 _PREMUL_SUM = ReduceOp.PREMUL_SUM
 _ALL_REDUCE_OPTIONS = c10d.AllreduceOptions
@@ -146,7 +132,7 @@ class Collectives:
     def _call(
         self,
         primitive: Primitive,
-        options: CallOptions,
+        options: CallOptions | None,
         output: Tensor | Tensors | None,
         input: Tensor | Tensors | None = None,
         op: ReduceOp | None = None,
@@ -160,42 +146,22 @@ class Collectives:
                 f"{primitive.name}: {primitive.root}: invalid root rank: {root} is not in the "
                 f"group of {format_count(self.core.size(), 'rank')}"
             )
-        asynchronous, limit = options.asyncOp, options.timeout
-        if (
-            asynchronous
-            or limit > _NO_TIMEOUT
-            or primitive is _BARRIER  # on the progress thread, so that it can time out
-        ):
-            return self._begin(
-                primitive.name,
-                lambda: self._run(primitive, True, output, input, op, root, splits),
-                asynchronous,
-                limit,
-                output if input is None else input,
-            )
-        with self._record_event(primitive.name, output if input is None else input):
-            self._run(primitive, False, output, input, op, root, splits)
-        return _complete(primitive.name, output)
 
-    def _run(
-        self,
-        primitive: Primitive,
-        asynchronous: bool,
-        output: Tensor | Tensors | None,
-        input: Tensor | Tensors | None,
-        op: ReduceOp | None,
-        root: int,
-        splits: Splits | None,
-    ) -> Work | None:
-        if splits is None:
-            return run_fast(primitive, self.core, asynchronous, output, input, op, root)
-        return execute.run(primitive, self.core, asynchronous, output, input, op, root, splits)
+        def run(asynchronous: bool) -> Work | None:
+            if splits is None:
+                return run_fast(primitive, self.core, asynchronous, output, input, op, root)
+            return execute.run(primitive, self.core, asynchronous, output, input, op, root, splits)
+
+        # A barrier runs on the progress thread, so that it can time out.
+        queued = primitive is primitives.BARRIER
+        read = output if input is None else input
+        return self._start(primitive.name, run, options, read, output, queued)
 
     def _call_all(
         self,
         name: str,
         primitive: Primitive,
-        options: CallOptions,
+        options: CallOptions | None,
         outputs: Sequence[Tensor | Tensors],
         inputs: Tensors | None = None,
         op: ReduceOp | None = None,
@@ -208,35 +174,32 @@ class Collectives:
             )
         if not outputs:
             raise EmptyListError(f"{name}: requires non-empty tensor list, got an empty one")
-        asynchronous, limit = options.asyncOp, options.timeout
-        read = outputs if inputs is None else inputs
-        if asynchronous or limit > _NO_TIMEOUT:
-            return self._begin(
-                name,
-                lambda: execute.run_all(name, primitive, self.core, True, outputs, inputs, op),
-                asynchronous,
-                limit,
-                read,
-            )
-        with self._record_event(name, read):
-            execute.run_all(name, primitive, self.core, False, outputs, inputs, op)
-        return _complete(name, list(outputs))
 
-    def _begin(
+        def run(asynchronous: bool) -> Work | None:
+            return execute.run_all(name, primitive, self.core, asynchronous, outputs, inputs, op)
+
+        return self._start(name, run, options, outputs if inputs is None else inputs, list(outputs))
+
+    def _start(
         self,
         name: str,
-        begin: Callable[[], Work | None],
-        asynchronous: bool,
-        limit: timedelta,
+        run: Callable[[bool], Work | None],
+        options: CallOptions | None,
         inputs: Outputs,
+        output: Outputs,
+        queued: bool = False,
     ) -> c10d.Work:
-        """Start a call that is async or has a timeout.
+        """Start a call: ``run(asynchronous)``, which returns None after a synchronous call.
 
         inputs: the tensors that it reads, whose shapes a profiler records.
+        queued: it runs on the progress thread even if it is synchronous.
         """
+        options = options or DefaultOptions()
+        asynchronous, limit = options.asyncOp, options.timeout
         with self._record_event(name, inputs):
-            work = begin()
-            assert work is not None  # ranks outside the group have no group object
+            work = run(asynchronous or limit > _NO_TIMEOUT or queued)
+            if work is None:
+                return _complete(name, output)
             if limit > _NO_TIMEOUT:
                 work.set_limit(limit.total_seconds())
             pending = PendingWork((work,), flatten(work.outputs), name)
@@ -284,7 +247,7 @@ class Collectives:
         """Broadcast the tensor of the root."""
         options = fill_options(c10d.BroadcastOptions, opts, "root", root=root, timeout=timeout)
         tensor = unwrap_tensor("broadcast", tensors, options)
-        return self._call(_BROADCAST, options, tensor, root=options.rootRank)
+        return self._call(primitives.BROADCAST, options, tensor, root=options.rootRank)
 
     def allreduce(
         self,
@@ -304,7 +267,9 @@ class Collectives:
         ):
             tensor, row = tensors[0], OPERATION_BY_HASH[hash(opts.reduceOp)]
             if row is not _PREMUL_SUM and not tensor.is_sparse:
-                work = run_fast(_ALL_REDUCE, self.core, opts.asyncOp, tensor, None, row, 0)
+                work = run_fast(
+                    primitives.ALL_REDUCE, self.core, opts.asyncOp, tensor, None, row, 0
+                )
                 if work is None:
                     return _complete("all_reduce", tensor)
                 pending = PendingWork((work,), [tensor], "all_reduce")
@@ -313,14 +278,13 @@ class Collectives:
         options = fill_options(_ALL_REDUCE_OPTIONS, opts, "op", op=op, timeout=timeout)
         tensor, row = unwrap_tensor("allreduce", tensors), convert_op(options.reduceOp)
         if tensor.is_sparse:
-            return self._begin(
-                "sparse_all_reduce",
-                lambda: sparse.all_reduce(self.core, tensor, row),
-                options.asyncOp,
-                options.timeout,
-                tensor,
-            )
-        return self._call(_ALL_REDUCE, options, tensor, op=row)
+            name = "sparse_all_reduce"
+
+            def run(_: bool) -> Work:
+                return sparse.all_reduce(self.core, tensor, row)
+
+            return self._start(name, run, options, tensor, tensor)
+        return self._call(primitives.ALL_REDUCE, options, tensor, op=row)
 
     allreduce_sparse = allreduce
 
@@ -329,9 +293,8 @@ class Collectives:
     ) -> c10d.Work:
         """Run all_reduce on each tensor of a list."""
         opts = opts or DefaultOptions()
-        return self._call_all(
-            "all_reduce_coalesced", _ALL_REDUCE, opts, tensors, op=convert_op(opts.reduceOp)
-        )
+        name, op = "all_reduce_coalesced", convert_op(opts.reduceOp)
+        return self._call_all(name, primitives.ALL_REDUCE, opts, tensors, op=op)
 
     def reduce(
         self,
@@ -345,7 +308,7 @@ class Collectives:
         """Reduce one tensor to the root."""
         options = fill_options(c10d.ReduceOptions, opts, "root", op=op, root=root, timeout=timeout)
         return self._call(
-            _REDUCE,
+            primitives.REDUCE,
             options,
             unwrap_tensor("reduce", tensors, options),
             op=convert_op(options.reduceOp),
@@ -364,13 +327,13 @@ class Collectives:
             unwrap_list("allgather", output_tensors),
             unwrap_tensor("allgather", input_tensors),
         )
-        return self._call(_ALL_GATHER, fill_timeout(opts, **kwargs), output, input)
+        return self._call(primitives.ALL_GATHER, fill_timeout(opts, **kwargs), output, input)
 
     def _allgather_base(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
     ) -> c10d.Work:
         """Run all_gather into one tensor."""
-        return self._call(_ALL_GATHER_SINGLE, opts or DefaultOptions(), output, input)
+        return self._call(primitives.ALL_GATHER_SINGLE, opts, output, input)
 
     all_gather_single = _allgather_base
 
@@ -383,14 +346,14 @@ class Collectives:
         """Gather each tensor of a list: ``output_lists[rank][i]`` for ``input_list[i]``."""
         name = "all_gather_coalesced"
         outputs = collectives.coalesced_outputs(name, output_lists, input_list, self.core)
-        return self._call_all(name, _ALL_GATHER, opts or DefaultOptions(), outputs, input_list)
+        return self._call_all(name, primitives.ALL_GATHER, opts, outputs, input_list)
 
     def allgather_into_tensor_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> c10d.Work:
         """Run all_gather into one tensor for each pair of tensors."""
         name = "all_gather_single_coalesced"
-        return self._call_all(name, _ALL_GATHER_SINGLE, opts or DefaultOptions(), outputs, inputs)
+        return self._call_all(name, primitives.ALL_GATHER_SINGLE, opts, outputs, inputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
@@ -407,7 +370,7 @@ class Collectives:
         options = fill_options(c10d.GatherOptions, opts, "root", root=root, timeout=timeout)
         output = unwrap_list("gather", output_tensors) if len(output_tensors) else None
         input = unwrap_tensor("gather", input_tensors)
-        return self._call(_GATHER, options, output, input, root=options.rootRank)
+        return self._call(primitives.GATHER, options, output, input, root=options.rootRank)
 
     def gather_single(
         self, output: Tensor, input: Tensor, opts: c10d.GatherOptions | None = None
@@ -441,7 +404,7 @@ class Collectives:
         options = fill_options(c10d.ScatterOptions, opts, "root", root=root, timeout=timeout)
         input = unwrap_list("scatter", input_tensors) if len(input_tensors) else None
         output = unwrap_tensor("scatter", output_tensors)
-        return self._call(_SCATTER, options, output, input, root=options.rootRank)
+        return self._call(primitives.SCATTER, options, output, input, root=options.rootRank)
 
     def reduce_scatter(
         self,
@@ -456,7 +419,9 @@ class Collectives:
         options = fill_options(c10d.ReduceScatterOptions, opts, "op", op=op, timeout=timeout)
         output = unwrap_tensor("reduce_scatter", output_tensors)
         input = unwrap_list("reduce_scatter", input_tensors)
-        return self._call(_REDUCE_SCATTER, options, output, input, convert_op(options.reduceOp))
+        return self._call(
+            primitives.REDUCE_SCATTER, options, output, input, convert_op(options.reduceOp)
+        )
 
     def _reduce_scatter_base(
         self, output: Tensor, input: Tensor, opts: c10d.ReduceScatterOptions | None = None
@@ -464,7 +429,7 @@ class Collectives:
         """Run reduce_scatter on one tensor."""
         opts = opts or DefaultOptions()
         op = convert_op(opts.reduceOp)
-        return self._call(_REDUCE_SCATTER_SINGLE, opts, output, input, op)
+        return self._call(primitives.REDUCE_SCATTER_SINGLE, opts, output, input, op)
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -473,14 +438,8 @@ class Collectives:
     ) -> c10d.Work:
         """Run reduce_scatter on one tensor for each pair of tensors."""
         opts = opts or DefaultOptions()
-        return self._call_all(
-            "reduce_scatter_single_coalesced",
-            _REDUCE_SCATTER_SINGLE,
-            opts,
-            outputs,
-            inputs,
-            convert_op(opts.reduceOp),
-        )
+        name, op = "reduce_scatter_single_coalesced", convert_op(opts.reduceOp)
+        return self._call_all(name, primitives.REDUCE_SCATTER_SINGLE, opts, outputs, inputs, op)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
@@ -500,7 +459,7 @@ class Collectives:
         has_splits = len(output_split_sizes) or len(input_split_sizes)
         splits = (output_split_sizes, input_split_sizes) if has_splits else None
         return self._call(
-            _ALL_TO_ALL_SINGLE, fill_timeout(opts, **kwargs), output, input, splits=splits
+            primitives.ALL_TO_ALL_SINGLE, fill_timeout(opts, **kwargs), output, input, splits=splits
         )
 
     all_to_all_single = alltoall_base
@@ -512,13 +471,13 @@ class Collectives:
         opts: c10d.AllToAllOptions | None = None,
     ) -> c10d.Work:
         """Run all_to_all on lists of tensors, one per rank."""
-        return self._call(_ALL_TO_ALL, opts or DefaultOptions(), output_tensors, input_tensors)
+        return self._call(primitives.ALL_TO_ALL, opts, output_tensors, input_tensors)
 
     def barrier(
         self, opts: c10d.BarrierOptions | timedelta | None = None, **kwargs: timedelta | None
     ) -> c10d.Work:
         """Wait for all ranks."""
-        return self._call(_BARRIER, fill_timeout(opts, **kwargs), None)
+        return self._call(primitives.BARRIER, fill_timeout(opts, **kwargs), None)
 
     def monitored_barrier(
         self,

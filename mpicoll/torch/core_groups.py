@@ -20,8 +20,6 @@ from mpicoll.torch import NAME
 from mpicoll.torch.internals import warn_if_newer
 from mpicoll.torch.rendezvous import keep_store
 
-__all__ = ["abort", "create", "create_default", "create_subgroup", "destroy", "split"]
-
 #: The core's default group if torch's default group has another backend. No torch group uses it, so
 #: that every group can end alone.
 _base: ProcessGroup | None = None

@@ -27,8 +27,6 @@ from mpicoll.torch.options import GroupOptions, Options
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
-__all__ = ["create"]
-
 
 def create(
     options: _DistributedBackendOptions, pg_options: object

@@ -24,10 +24,6 @@ from torch.autograd import (
 
 from mpicoll.torch import NAME, REQUIREMENT
 
-__all__ = [
-    "Event", "device_types", "disable_compile", "find_variable", "is_recording", "warn_if_newer",
-]  # fmt: skip
-
 #: Newest version of torch that was tested.
 _NEWEST = 2, 15
 

@@ -6,10 +6,12 @@ Most methods of a ProcessGroup take either an Options object or its values:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch.distributed as c10d
+from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
 from mpicoll.core.groups import ProcessGroup
@@ -18,17 +20,6 @@ from mpicoll.core.work import parse_timeout
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError
 from mpicoll.torch import NAME
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-__all__ = [
-    "MAX_TIMEOUT_S", "OPERATION_BY_HASH", "CallOptions", "DefaultOptions", "GroupOptions",
-    "Operation", "Options", "Tensors", "convert_op", "fill_options", "fill_timeout", "get_seconds",
-    "unwrap_list", "unwrap_tensor",
-]  # fmt: skip
 
 # --- options of a group -------------------------------------------------------------------------
 
@@ -89,7 +80,7 @@ def get_seconds(options: Backend.Options) -> float:
 
 SomeOptions = TypeVar("SomeOptions")
 
-Tensors: TypeAlias = "Sequence[Tensor]"
+Tensors: TypeAlias = Sequence[Tensor]
 #: An operation as torch passes it.
 Operation: TypeAlias = "c10d.ReduceOp | c10d.ReduceOp.RedOpType"
 

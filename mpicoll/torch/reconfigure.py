@@ -18,8 +18,6 @@ from mpicoll.torch.works import CompletedWork
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions  # from torch 2.15 on
 
-__all__ = ["ReconfigurableBackend", "ReconfigurableGroup"]
-
 
 @disable_compile
 class ReconfigurableBackend(TorchBackend):

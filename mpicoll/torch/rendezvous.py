@@ -32,8 +32,6 @@ from mpicoll.torch.internals import find_variable
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["keep_store", "register"]
-
 #: A store, this rank and the number of ranks.
 Rendezvous = tuple[c10d.Store, int, int]
 

@@ -9,12 +9,7 @@ from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import MismatchError, UnsupportedError
-from mpicoll.primitives import by_name
-
-__all__ = ["all_reduce"]
-
-_ALL_GATHER = by_name["all_gather"]
-_ALL_GATHER_SINGLE = by_name["all_gather_single"]
+from mpicoll.primitives import ALL_GATHER, ALL_GATHER_SINGLE
 
 
 def all_reduce(group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp) -> Work:
@@ -59,7 +54,7 @@ def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
     """Check that the tensors of all ranks agree, and return the number of entries of each rank."""
     mine = torch.tensor([own._nnz(), own.sparse_dim(), own.dense_dim(), *own.shape])
     table = torch.empty(group.size(), len(mine), dtype=torch.int64)
-    execute.run(_ALL_GATHER_SINGLE, group, False, table, mine)
+    execute.run(ALL_GATHER_SINGLE, group, False, table, mine)
     shapes = table[:, 1:]
     if not bool((shapes == shapes[0]).all()):
         listed = "; ".join(f"rank {r}: {row.tolist()}" for r, row in enumerate(shapes))
@@ -73,5 +68,5 @@ def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
 def _gather(group: ProcessGroup, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Return the rows of all ranks, in rank order."""
     rows = own.new_empty(sum(counts), *own.shape[1:])
-    execute.run(_ALL_GATHER, group, False, list(rows.split(counts)), own)
+    execute.run(ALL_GATHER, group, False, list(rows.split(counts)), own)
     return rows

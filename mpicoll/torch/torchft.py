@@ -19,8 +19,6 @@ from mpicoll.api.reconfigure import Reconfigurable
 from mpicoll.core.groups import state
 from mpicoll.torch.backend import build_group
 
-__all__ = ["ProcessGroupMpicoll"]
-
 
 class ProcessGroupMpicoll(ProcessGroupWrapper):  # type: ignore[misc]
     """torchft's process group of replicas that are ranks of one MPI job.

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
         WindowAttr,
     )
 
-__all__ = ["TorchWindow"]
-
 _UNSET = timedelta(0)
 
 

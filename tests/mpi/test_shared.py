@@ -22,11 +22,11 @@ from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations, use_route
 
 import mpicoll as dist
+from mpicoll.core import debug_level
 from mpicoll.core.signature import encode_kind
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
-from mpicoll.failures import consistency
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import tuning
 from mpicoll.routes.host import shared, shared_segment
@@ -365,7 +365,7 @@ def test_large_calls_on_several_threads(world, threads, monkeypatch):
 @pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
 def test_detail_compares_lazy_calls_before_they_run(world, call, monkeypatch):
     """All ranks raise the error in the same call, and the group stays usable."""
-    monkeypatch.setattr(consistency, "_level", dist.DebugLevel.DETAIL)
+    monkeypatch.setattr(debug_level, "_level", dist.DebugLevel.DETAIL)
     team = sharing_team(f"in detail, {call.__name__}", world)
     with pytest.raises(MismatchError, match=f"rank {team.me} of .*{LAZY[call]}"):
         call(team, team.me == team.size - 1)

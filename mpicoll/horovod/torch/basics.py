@@ -36,22 +36,16 @@ _NO_LIMIT = timedelta(days=3650)
 
 @dataclass
 class _Job:
-    """State between init and shutdown.
+    """State between init and shutdown."""
 
-    owns: whether init has created mpicoll's default group.
-    nodes: node name of each rank.
-    world: mpicoll's default group.
-    rank, size: of that group; also available in forked children.
-    process: process id.
-    """
-
-    owns: bool
+    owns: bool  # whether init has created mpicoll's default group
     engine: Engine
-    nodes: list[str]
-    world: Any = field(default_factory=lambda: dist.group.WORLD)
+    nodes: list[str]  # node name of each rank
+    world: Any = field(default_factory=lambda: dist.group.WORLD)  # mpicoll's default group
+    #: Of that group; also available in forked children.
     rank: int = field(default_factory=dist.get_rank)
     size: int = field(default_factory=dist.get_world_size)
-    process: int = field(default_factory=os.getpid)
+    process: int = field(default_factory=os.getpid)  # process id
 
 
 _job: _Job | None = None

@@ -37,8 +37,6 @@ from mpicoll.horovod.torch.implementations import (
     synchronize_devices,
 )
 
-__all__ = ["Engine"]
-
 #: Interval in seconds between rounds on a rank for which other ranks wait, while it has no new
 #: requests.
 _ROUND_INTERVAL_S = 0.002

@@ -18,11 +18,6 @@ from torch import Tensor
 import mpicoll as dist
 from mpicoll.horovod.common.exceptions import HorovodInternalError
 
-__all__ = [
-    "OPERATIONS", "REDUCE_OPS", "Average", "Max", "Min", "Product", "Request", "Signature", "Sum",
-    "synchronize_devices",
-]  # fmt: skip
-
 #: A rank's description of a request, sent to the other ranks as JSON.
 Signature = dict[str, Any]
 
@@ -39,21 +34,16 @@ REDUCE_OPS = {
 
 @dataclass(eq=False)
 class Request:
-    """An operation that this rank has begun, for ``poll`` and ``synchronize``.
+    """An operation that this rank has begun, for ``poll`` and ``synchronize``."""
 
-    inputs: its tensors.
-    signature: name, operation (a key of ``OPERATIONS``), dtypes, shapes, device, and, depending on
-        the operation, op, prescale, postscale, root, splits.
-    in_place: the tensors to change in place, of which the inputs are detached; None: new outputs.
-    single: the result is the first output, not a tuple.
-    outputs: the results, once the operation is done.
-    """
-
-    inputs: Sequence[Tensor]
+    inputs: Sequence[Tensor]  # its tensors
+    #: Name, operation (a key of ``OPERATIONS``), dtypes, shapes, device, and, depending on the
+    #: operation, op, prescale, postscale, root, splits.
     signature: Signature
+    #: The tensors to change in place, of which the inputs are detached; None: new outputs.
     in_place: Sequence[Tensor] | None = None
-    single: bool = False
-    outputs: Sequence[Any] | None = None
+    single: bool = False  # the result is the first output, not a tuple
+    outputs: Sequence[Any] | None = None  # the results, once the operation is done
     done: threading.Event = field(default_factory=threading.Event)
     error: HorovodInternalError | None = None
     began: float = field(default_factory=time.monotonic)
@@ -217,16 +207,13 @@ def _broadcast(group: Any, requests: Sequence[Request], signatures: Signatures) 
     dist.broadcast(target, group=group, group_src=_any_signature(signatures)["root"])
 
 
-def _splits(signature: Signature, size: int) -> list[int]:
-    """Return the number of rows for each rank."""
-    return signature["splits"] or [_rows(signature) // size] * size
-
-
 def _all_to_all(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
     (request,) = requests
     (tensor,) = request.inputs
     size, rank = group.size(), group.rank()
-    splits = [_splits(signature, size) for signature in signatures if signature is not None]
+    splits = [  # the number of rows for each rank, by rank
+        each["splits"] or [_rows(each) // size] * size for each in signatures if each is not None
+    ]
     sent, received = splits[rank], [each[rank] for each in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
     rows = tensor[: sum(sent)].contiguous()
@@ -282,19 +269,17 @@ def _check_splits(signature: Signature, size: int) -> str | None:
 
 @dataclass(frozen=True)
 class Operation:
-    """A row of ``OPERATIONS``.
+    """A row of ``OPERATIONS``."""
 
-    run: runs the requests of this rank; several if they are fused.
-    must_match: selects the fields of the signature that must be equal on all ranks.
-    check: describes an error in a rank's signature on ``size`` ranks, or returns None.
-    fusion_key: requests with equal keys are fused; None: never.
-    allows_joined: whether the operation may run without ranks that have joined.
-    """
-
+    #: Runs the requests of this rank; several if they are fused.
     run: Callable[[Any, Sequence[Request], Signatures], None]
+    #: Selects the fields of the signature that must be equal on all ranks.
     must_match: Callable[[Signature], Signature]
+    #: Describes an error in a rank's signature on ``size`` ranks, or returns None.
     check: Callable[[Signature, int], str | None] = lambda signature, size: None
+    #: Requests with equal keys are fused; None: never.
     fusion_key: Callable[[Signature], Any] = lambda signature: None
+    #: Whether the operation may run without ranks that have joined.
     allows_joined: Callable[[Signature], bool] = lambda signature: False
 
 

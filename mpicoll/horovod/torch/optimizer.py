@@ -17,8 +17,6 @@ from mpicoll.horovod.torch.compression import Compression
 from mpicoll.horovod.torch.implementations import Average, Request
 from mpicoll.horovod.torch.mpi_ops import allreduce_async_
 
-__all__ = ["DistributedOptimizer"]
-
 
 class _Distributed:
     """Mixin in front of the original optimizer's class."""

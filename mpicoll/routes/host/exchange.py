@@ -23,8 +23,6 @@ from mpicoll.routes.route import EXCHANGES, MOVES, Route, Serves
 from mpicoll.routes.space import Host
 from mpicoll.routes.wire import Message, datatype, exchange, message, scratch
 
-__all__ = ["ROUTE", "build", "get_space"]
-
 
 def build(kind: CallKind) -> Implementation:
     """Return the implementation of a kind of call."""

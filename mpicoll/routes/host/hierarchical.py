@@ -40,8 +40,6 @@ from mpicoll.routes.host.hierarchy import (
 from mpicoll.routes.route import Needs, Route, Serves, has_loop
 from mpicoll.routes.transfers import Get, Put
 
-__all__ = ["ROUTE"]
-
 #: Size in bytes of a rail's chunk, which stays in the cache between the steps.
 CHUNK = 1024 * 1024
 #: Maximum size in bytes of a node's chunk, and of its scratch memory for widened floats.

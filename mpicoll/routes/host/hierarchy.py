@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -26,14 +26,6 @@ from mpicoll.routes.host import shared
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
 from mpicoll.serialized_mpi import create_group
-
-if TYPE_CHECKING:
-    from mpicoll.routes.host.shared import Shared
-
-__all__ = [
-    "ApartError", "Hierarchy", "HierarchyCall", "Place", "get_or_create", "level_arithmetic",
-    "make_part", "node_of", "places_of",
-]  # fmt: skip
 
 #: Minimum size in bytes of a rail's share; short messages use fewer rails.
 SHARE = 4 * 1024
@@ -62,7 +54,7 @@ class Hierarchy:
         group: ProcessGroup,
         nodes: Sequence[Sequence[int]],
         node: ProcessGroup,
-        memory: Shared | None,
+        memory: shared.Shared | None,
     ) -> None:
         self.group = group
         self.nodes = nodes
@@ -75,14 +67,14 @@ class Hierarchy:
             self.rail = make_part(group, [ranks[self.me.place] for ranks in nodes])
             group.inner.Set_attr(_freed_with(), self.rail.inner)
         self._node = node
-        self._memory: Shared | None = memory
+        self._memory: shared.Shared | None = memory
 
     @property
     def here(self) -> Sequence[int]:
         """Return the ranks of this node."""
         return self.nodes[self.me.node]
 
-    def memory(self) -> Shared | None:
+    def memory(self) -> shared.Shared | None:
         """Return the node's segment for the group's current call; None if the node has one rank."""
         self._node.sequence, self._node.worker = self.group.sequence, self.group.worker
         return self._memory

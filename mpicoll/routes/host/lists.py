@@ -12,8 +12,6 @@ from mpicoll.arrays.views import Bytes, memory_at
 from mpicoll.core.checks import writes
 from mpicoll.core.plan import CallKind, Extent, Run
 
-__all__ = ["count_per_chunk", "packed"]
-
 #: Size in bytes of a chunk of all arrays of a list, in total.
 LISTED = 4 * 1024 * 1024
 

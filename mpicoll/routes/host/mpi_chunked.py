@@ -6,8 +6,6 @@ from mpicoll.core.plan import CallKind, Implementation
 from mpicoll.routes.host import mpi
 from mpicoll.routes.route import Route, Serves
 
-__all__ = ["ROUTE"]
-
 
 def _build(kind: CallKind) -> Implementation:
     return mpi.build(kind, mpi.CHUNK_BYTES)

@@ -13,8 +13,6 @@ from mpicoll.routes.host import (
 )
 from mpicoll.routes.route import Route
 
-__all__ = ["HOST"]
-
 #: Host routes by name.
 HOST: dict[str, Route] = {
     module.ROUTE.name: module.ROUTE

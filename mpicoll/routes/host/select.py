@@ -8,8 +8,9 @@ alignment or anything else that only one rank knows. The job's table names the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import (
     CallKind,
     Contiguous,
@@ -27,11 +28,6 @@ from mpicoll.primitives import Layout
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.host import exchange, hierarchy, lists, mpi, registry, shared, single_copy
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-
-__all__ = ["candidates", "choose", "describe", "place"]
 
 
 def choose(kind: CallKind, listed: bool = False) -> Implementation:

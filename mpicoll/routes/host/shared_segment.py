@@ -17,8 +17,6 @@ from mpi4py import MPI
 from mpicoll import control_messages
 from mpicoll.machine import format_ranges
 
-__all__ = ["Segment", "share"]
-
 #: Maximum number of threads per rank: a few processors saturate the memory's bandwidth.
 MAX_THREADS = 8
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll import settings
+from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation
 from mpicoll.core.signature import encode_kind
 from mpicoll.kernels.calls import LISTS
@@ -28,17 +29,11 @@ from mpicoll.kernels.library import kernels
 from mpicoll.routes.host import shared
 from mpicoll.routes.route import EXCHANGES, MOVES, Needs, Policy, Route, Serves
 
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-    from mpicoll.routes.host.shared import Shared
-
-__all__ = ["ROUTE", "SingleCopy", "find_obstacle", "get_or_create"]
-
 
 class SingleCopy:
     """A group whose ranks can read and write each other's memory."""
 
-    def __init__(self, group: ProcessGroup, memory: Shared, peers: _Peers) -> None:
+    def __init__(self, group: ProcessGroup, memory: shared.Shared, peers: _Peers) -> None:
         self.memory = memory
         self.processes = memory.kernels.Processes(
             memory.pointer, peers.pids.ctypes.data, peers.tokens.ctypes.data, group.size(),
@@ -132,7 +127,7 @@ def _find_peers(group: ProcessGroup) -> _Peers:
     return _Peers(pids, words, tokens, own)
 
 
-def _try(memory: Shared, me: int, peers: _Peers) -> Iterator[str]:
+def _try(memory: shared.Shared, me: int, peers: _Peers) -> Iterator[str]:
     """Yield after each step why this rank failed, or "". If one rank fails, no rank continues."""
     why, n = "", len(peers.pids)
     others = [rank for rank in range(n) if rank != me]

@@ -15,20 +15,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicoll import __version__, control_messages, machine, private_files, settings
+from mpicoll.core.groups import ProcessGroup
+from mpicoll.kernels.library import Kernels
 from mpicoll.output import format_bytes
 from mpicoll.routes.tuning import job
-
-if TYPE_CHECKING:
-    from mpicoll.core.groups import ProcessGroup
-    from mpicoll.kernels.library import Kernels
-
-__all__ = ["Ways"]
 
 #: The ways of choice.h, by bit, and the number of size classes of choice.c: powers of two.
 _NAMES = {

@@ -14,8 +14,6 @@ from mpicoll.routes.host import mpi
 from mpicoll.routes.route import Route, Serves
 from mpicoll.routes.wire import scratch
 
-__all__ = ["ROUTE"]
-
 _FLOAT32 = by_name["float32"]
 
 

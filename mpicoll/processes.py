@@ -1,0 +1,73 @@
+"""Processes of Linux: their state, and how they have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+
+_PF_EXITING = 4  # flag of a process that is exiting, in /proc/PID/stat
+#: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
+_PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
+
+
+def read_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on. The next one is the parent."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def state_of(pid: int) -> str:
+    """Return "running", "stopped" or "gone"."""
+    with contextlib.suppress(OSError):
+        return "stopped" if read_stat(pid)[0] in "Tt" else "running"
+    return "gone"
+
+
+def is_dying(pid: int) -> bool:
+    """Return whether a process has ended, is exiting, or was sent a fatal signal.
+
+    If any fatal signal ends a process, the kernel has SIGKILL pending for each of its threads.
+    """
+    with contextlib.suppress(OSError):
+        state = read_stat(pid)
+        return (
+            state[0] in "ZX"
+            or bool(int(state[6]) & _PF_EXITING)
+            or any(is_in_signal_set(pid, name, signal.SIGKILL) for name in ("SigPnd", "ShdPnd"))
+        )
+    return True
+
+
+def is_in_signal_set(pid: int, name: str, number: int) -> bool:
+    """Return whether a signal is in a set of /proc/PID/status, such as SigCgt (handled)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.split(f"{name}:")[1].split()[0], 16) >> (number - 1) & 1)
+
+
+def read_end(pidfd: int, pid: int, until: float) -> str:
+    """Return how a process has ended: the name of a signal, "code N", or "" if it is unknown."""
+    while True:  # while its parent waits for it, both sources may fail
+        answer = bytearray(struct.pack("=Q", _INFO_EXIT) + bytes(56))
+        with contextlib.suppress(OSError):  # after its parent has waited for it
+            fcntl.ioctl(pidfd, _PIDFD_GET_INFO, answer)
+            mask, code = _INFO.unpack_from(answer)
+            if mask & _INFO_EXIT:
+                return _name_end(code)
+        with contextlib.suppress(OSError, ValueError, IndexError):  # before
+            fields = read_stat(pid)
+            if fields[0] in "ZX":
+                return _name_end(int(fields[-1]))
+        if time.monotonic() >= until:
+            return ""
+        time.sleep(0.002)
+
+
+def _name_end(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(ValueError):  # a real-time signal has no name
+        return f"code {code}" if code >= 0 else signal.Signals(-code).name
+    return f"signal {-code}"

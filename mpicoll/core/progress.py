@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from mpicoll.cuda.threads import use_process_device
 
-__all__ = ["Poller", "Worker"]
+__all__ = ["Worker", "poller"]
 
 
 #: A function that a Worker runs; it must not raise.
@@ -135,3 +135,7 @@ class Poller:
             self._new.put(None)
             self._thread.join()
             self._thread = None
+
+
+#: The thread of this process that tests pending messages.
+poller = Poller()

@@ -34,7 +34,7 @@ else:
         # ``from mpicoll import core`` also calls this function.
         is_module = PathFinder.find_spec(f"mpicoll.{name}", __path__)  # noqa: F405
         if name == "__all__" or not (is_module or name.startswith("_")):
-            for home in ("errors", "api.public"):  # errors load neither MPI nor NumPy
+            for home in ("errors", "api.lifecycle", "api.public"):  # the last one loads NumPy
                 names = _public_names(home)
                 if name in names:
                     globals().update(names)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import json
-from array import array
+import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 #: Maximum length of the message of one rank.
 MAX_MESSAGE_BYTES = 16 * 2**20
 
+#: Size of the first part of a message, which holds most messages as a whole.
+_FIRST_BYTES = 248
+
 #: Sent instead of a length by a rank that cannot encode its value.
 _NOT_ENCODED = -1
 
@@ -55,14 +58,18 @@ def allgather(comm: MPI.Comm, value: object, kind: object) -> list[Any]:
     TypeError or ValueError.
     """
     data, cause = _try_encode(value)
-    sizes = array("q", bytes(8 * comm.Get_size()))
-    comm.Allgather(array("q", [_NOT_ENCODED if data is None else len(data)]), sizes)
+    first = bytearray(_FIRST.size * comm.Get_size())
+    comm.Allgather(_pack_first(data), first)
+    sizes, firsts = zip(*_FIRST.iter_unpack(first), strict=True)
     check_sizes(sizes, cause)
-    starts = list(accumulate(sizes, initial=0))
+    rests = [max(size - _FIRST_BYTES, 0) for size in sizes]
+    starts = list(accumulate(rests, initial=0))
     whole = bytearray(starts[-1])
-    comm.Allgatherv(data, [whole, (sizes.tolist(), starts[:-1])])
+    if whole:
+        comm.Allgatherv((data or b"")[_FIRST_BYTES:], [whole, (rests, starts[:-1])])
     return [
-        decode(whole[start:end], kind, rank) for rank, (start, end) in enumerate(pairwise(starts))
+        decode(firsts[rank][: sizes[rank]] + whole[start:end], kind, rank)
+        for rank, (start, end) in enumerate(pairwise(starts))
     ]
 
 
@@ -79,12 +86,14 @@ def bcast(comm: MPI.Comm, value: object, root: int, kind: object) -> Any:
     """
     is_root = comm.Get_rank() == root
     data, cause = _try_encode(value) if is_root else (b"", None)
-    size = array("q", [_NOT_ENCODED if data is None else len(data)])
-    comm.Bcast(size, root)
-    check_sizes(size, cause, first_rank=root)
-    whole = bytearray(data) if is_root and data is not None else bytearray(size[0])
-    comm.Bcast(whole, root)
-    return decode(whole, kind, root)
+    first = bytearray(_pack_first(data))
+    comm.Bcast(first, root)
+    size, start = _FIRST.unpack(first)
+    check_sizes([size], cause, first_rank=root)
+    rest = bytearray((data or b"")[_FIRST_BYTES:] if is_root else max(size - _FIRST_BYTES, 0))
+    if rest:
+        comm.Bcast(rest, root)
+    return decode(start[:size] + rest, kind, root)
 
 
 def check_sizes(
@@ -129,6 +138,14 @@ def decode(data: bytes | bytearray, kind: object, rank: int) -> Any:
 
 
 _REMEDY = "Run the same version of mpicoll on all ranks, and only programs that you trust"
+
+
+#: The first part: the length of the message, and its beginning.
+_FIRST = struct.Struct(f"<q{_FIRST_BYTES}s")
+
+
+def _pack_first(data: bytes | None) -> bytes:
+    return _FIRST.pack(_NOT_ENCODED if data is None else len(data), (data or b"")[:_FIRST_BYTES])
 
 
 def _try_encode(value: object) -> tuple[bytes | None, Exception | None]:

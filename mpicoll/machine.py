@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +17,7 @@ def describe() -> str:
             if not colon:  # end of the first processor
                 break
             words[name.strip()] = value.strip()
-    parts = [platform.machine(), words.get("CPU implementer"), words.get("CPU part")]
+    parts = [os.uname().machine, words.get("CPU implementer"), words.get("CPU part")]
     return f"{os.cpu_count()} x {words.get('model name') or ' '.join(filter(None, parts))}"
 
 

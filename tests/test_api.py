@@ -273,6 +273,12 @@ def test_import_and_queries_do_not_load_mpi(code: str, allowed: set[str]) -> Non
     assert loaded_by("from mpi4py import MPI; import numpy") >= {"mpi4py.MPI", "mpi4py", "numpy"}
 
 
+def test_start_loads_mpi_and_not_numpy() -> None:
+    """Loading NumPy takes longer than the rest of the start if many ranks share the processors."""
+    code = "import mpicoll; mpicoll.init_process_group(); mpicoll.destroy_process_group()"
+    assert loaded_by(code) == {"mpi4py.MPI", "mpi4py"}
+
+
 # --- available backends and local ranks ---------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import importlib.util
 import os
 from typing import ClassVar
 
-from mpicoll.cuda import runtime
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.output import warn
 
@@ -127,6 +126,8 @@ def is_nccl_available() -> bool:
 
     backend="nccl" is accepted in any case, and runs over MPI if this is False.
     """
+    from mpicoll.cuda import runtime
+
     try:
         return runtime.get_runtime().has_nccl()
     except UnsupportedError:

@@ -13,14 +13,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from mpicoll import communicators, control_messages, settings
-from mpicoll.api import backends, windows
+from mpicoll.api import backends
 from mpicoll.api.backends import Backend
 from mpicoll.core import groups
 from mpicoll.core import reproducible as levels
 from mpicoll.core.groups import GroupMember, Options, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index
+from mpicoll.core.progress import poller
 from mpicoll.core.work import THREAD_EXIT_TIMEOUT_S, parse_timeout
-from mpicoll.dispatch import point_to_point
 from mpicoll.dispatch.agreement import agree, find_facts
 from mpicoll.errors import (
     ArgumentError,
@@ -255,7 +255,7 @@ def begin(
         """Run the local steps. If one fails, all ranks raise."""
         global _watchdog
         settings.check()
-        facts.update(find_facts())  # loads all routes
+        facts.update(find_facts())
         if rendezvous is None:
             if given is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
                 check_world(world.Get_size())
@@ -438,7 +438,7 @@ def _reset() -> None:
     global _node
     state.reset()
     _node = None
-    point_to_point.stop_polling()
+    poller.stop()
 
 
 def _sign_off() -> None:
@@ -482,12 +482,12 @@ def close_group(
     if group.error:
         limit = THREAD_EXIT_TIMEOUT_S
     if not group.error and sys.exc_info()[1] is None:
-        windows.free_all(group)
+        _free_windows(group)
     if group.error:
         for work in list(group.in_flight):
             work.abandon(group.failure())
     else:
-        point_to_point.drain(group, limit)
+        _end_messages(group, limit)
     try:
         if group.error:
             group.resources.leave()  # do not wait for ranks that have left
@@ -505,6 +505,43 @@ def close_group(
             else:  # a late message must not arrive in the communicator of a new group
                 _not_freed.append(group)
     return wrong
+
+
+def _run_in_order(*arguments: Any, **options: Any) -> Any:
+    from mpicoll.dispatch import execute  # loads NumPy, which init_process_group does not need
+
+    return execute.run_in_order(*arguments, **options)
+
+
+groups.set_task_runner(_run_in_order)
+
+
+def _free_windows(group: ProcessGroup) -> None:
+    """Free the windows of a group that ends; every member calls it."""
+
+    ending = [window for window in groups.windows if window.group is group]
+
+    def free() -> None:
+        for window in ending:
+            window.free()
+
+    if ending:
+        _run_in_order(group, "destroy_process_group", free)
+
+
+def _end_messages(group: ProcessGroup, limit: float) -> None:
+    """End a group's pending messages: cancel receives, wait for sends.
+
+    Raises CollectiveTimeoutError where a send is not received within ``limit`` seconds.
+    """
+    for work in list(group.in_flight):
+        if work._receives:
+            why = f"{work.description}: the group was destroyed"
+            work.abandon(CollectiveTimeoutError(why))
+        elif not work._wait_finished(limit):
+            raise CollectiveTimeoutError(
+                f"{work.description}: timed out: the message was not received within {limit:g} s"
+            )
 
 
 #: Pending device errors of groups that are ending, until destroy_process_group raises them.
@@ -570,7 +607,7 @@ def _close_quietly() -> None:
             continue  # its calls have raised the reason
         try:
             done = group.finish(_DESTROY_TIMEOUT_S)
-            point_to_point.drain(group, _DESTROY_TIMEOUT_S)
+            _end_messages(group, _DESTROY_TIMEOUT_S)
             group.check_device_errors(wait=True)
         except MpicollError:
             done = False
@@ -586,7 +623,7 @@ def _close_quietly() -> None:
         end_job(1)
     for group in living:
         rank_status.send(group, rank_status.EXITING)
-    point_to_point.stop_polling()
+    poller.stop()
     _sign_off()
     if watchdog is not None:
         watchdog.remove()

@@ -29,7 +29,7 @@ from mpicoll import control_messages
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import AnyArray
 from mpicoll.arrays.views import View, memory_at
-from mpicoll.core.groups import ProcessGroup, check_group_rank
+from mpicoll.core.groups import ProcessGroup, check_group_rank, windows
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work
 from mpicoll.dispatch import execute
@@ -53,8 +53,6 @@ _SIGNAL_TAG = 0
 _PROGRESS_COUNT = 32
 #: Additional time of an async wait, so that it can report the rank that did not signal.
 _GRACE_S = 1.0
-#: All windows in the order of their creation. Other ranks may write into their memory.
-_windows: list[Window] = []
 
 
 class Window:
@@ -77,7 +75,7 @@ class Window:
         self._waits: Work | None = None  # the last asynchronous wait
         self._sent = np.zeros(group.size(), np.int64)  # signals to each rank
         self._received = np.zeros(group.size(), np.int64)  # signals from each rank
-        _windows.append(self)
+        windows.append(self)
 
     def register(self, tensor: AnyArray, owning: bool = True) -> None:
         """Let other ranks write into an array. Every member calls it, with its own array.
@@ -132,7 +130,7 @@ class Window:
             self._release()
         with self._lock:
             self._comm.Free()
-        _windows.remove(self)
+        windows.remove(self)
 
     def poll(self) -> bool:
         """Progress incoming puts in MPI. Returns True when no memory is registered."""
@@ -318,15 +316,3 @@ class _Memory:
     def free(self) -> None:
         self.window.Unlock_all()
         self.window.Free()
-
-
-def free_all(group: ProcessGroup) -> None:
-    """Free the windows of a group that ends; every member calls it."""
-    ending = [window for window in _windows if window.group is group]
-
-    def free() -> None:
-        for window in ending:
-            window.free()
-
-    if ending:
-        execute.run_in_order(group, "destroy_process_group", free)

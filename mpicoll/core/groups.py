@@ -475,6 +475,8 @@ class _State:
 
 
 state = _State()
+#: All windows in the order of their creation. Other ranks may write into their memory.
+windows: list[Any] = []
 
 
 #: In a forked child, the groups of the parent, kept because the child must not free their device

@@ -132,3 +132,7 @@ class Poller:
             self._new.put(None)
             self._thread.join()
             self._thread = None
+
+
+#: The thread of this process that tests pending messages.
+poller = Poller()

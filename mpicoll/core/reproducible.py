@@ -12,24 +12,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mpicoll import control_messages, settings
-from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.errors import ArgumentError, MismatchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from mpicoll.dtypes import DType, ReduceOp
 ORDER, EXACT = "order", "exact"
 LEVELS = (ORDER, EXACT)
 
 
 def needed(level: str | None, op: ReduceOp, dtype: DType, ranks: int) -> str | None:
     """Return the level to use for a reduction, or None if its bits do not depend on the order."""
-    if dtype.kind in (Kind.BOOL, Kind.INTEGER):
+    if dtype.kind.value in ("bool", "integer"):
         return None
-    if level == ORDER and ranks <= 2 and op.ufunc is np.add:
+    if level == ORDER and ranks <= 2 and op.mpi == "SUM":
         return None  # a + b is b + a. ("exact" also defines the sign of zero and NaN payloads.)
     return level
 

@@ -11,12 +11,11 @@ import threading
 import zlib
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
-from mpicoll.primitives import PRIMITIVES, Primitive
+if TYPE_CHECKING:
+    from mpicoll.dtypes import DType, ReduceOp
+    from mpicoll.primitives import Primitive
 
 #: Root of a list of calls.
 LIST = 0xFFFFFFFF
@@ -57,13 +56,15 @@ def encode_list(counts: Sequence[Any]) -> int:
     Lea, C. Flood, Fast splittable pseudorandom number generators, OOPSLA 2014), modulo 2**59.
     ``kernels/src/calls.c`` implements the same function.
     """
+    import numpy as np
+
     flat = [count if count.__class__ is int else _hash(count) for count in counts]
     mixed = np.array(flat, np.uint64)
-    mixed += np.arange(1, len(flat) + 1, dtype=np.uint64) * _STEP
+    mixed += np.arange(1, len(flat) + 1, dtype=np.uint64) * np.uint64(_STEP)
     for shift, factor in _MIX:
-        mixed ^= mixed >> shift
-        mixed *= factor
-    mixed ^= mixed >> _LAST
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
+    mixed ^= mixed >> np.uint64(_LAST)
     return _keep(int(mixed.sum()) & _HASHED | _HASH, counts)
 
 
@@ -81,11 +82,8 @@ def _keep(number: int, counts: Sequence[Any]) -> int:
     return number
 
 
-_STEP, _LAST = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
-_MIX = [
-    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
-    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
-]
+_STEP, _LAST = 0x9E3779B97F4A7C15, 31
+_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 #: Bit of a number that is a hash; counts are smaller.
@@ -126,6 +124,8 @@ def is_list(kind: int) -> bool:
 
 def decode_primitive(kind: int) -> Primitive:
     """Return the primitive of a kind that is not a task."""
+    from mpicoll.primitives import PRIMITIVES
+
     return PRIMITIVES[kind >> _PRIMITIVE & 0xFF]
 
 
@@ -141,6 +141,8 @@ class Call(NamedTuple):
 
 def read_call(kind: int, number: int) -> Call:
     """Decode a kind and a number of sizes."""
+    from mpicoll.dtypes import DTYPES
+
     dtype = kind >> _DTYPE & 0xFF
     is_task = kind >> _PRIMITIVE & 0xFF == _NONE
     return Call(
@@ -155,7 +157,7 @@ def read_call(kind: int, number: int) -> Call:
 def parts_per_element(kind: int) -> int:
     """Return how many numbers per element are reduced separately: 2 if complex, else 1."""
     dtype = read_call(kind, 0).dtype
-    is_complex = dtype is not None and dtype.kind is Kind.COMPLEX
+    is_complex = dtype is not None and dtype.name.startswith("complex")
     return 2 if is_complex and kind & 0xFF != _NONE else 1
 
 
@@ -184,6 +186,8 @@ def describe(kind: int, number: int) -> str:
             size = " + ".join(map(str, sizes or (number,))) if known else "some"
             words[0] += f" of {size} element{'s' * (size != '1')} of {dtype}"
     if kind & 0xFF != _NONE:
+        from mpicoll.dtypes import OPERATIONS
+
         words.append(OPERATIONS[kind & 0xFF].name)
     if primitive.root:
         words.append(f"{primitive.root} {root}")

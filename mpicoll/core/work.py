@@ -9,10 +9,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpicoll.core.progress import Worker
-from mpicoll.cuda.streams import Point, StreamOrder, poll_until
 from mpicoll.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -20,6 +19,9 @@ from mpicoll.errors import (
     DistBackendError,
 )
 from mpicoll.output import write_lines
+
+if TYPE_CHECKING:
+    from mpicoll.cuda.streams import Point, StreamOrder
 
 
 def parse_timeout(
@@ -303,6 +305,8 @@ class Work:
                 raise self._record_timeout(limit)
         self._end_wait()
         if given:
+            from mpicoll.cuda.streams import poll_until
+
             if not poll_until(self.is_completed, moment):
                 raise self._record_timeout(limit)
             self._ask_devices(done=True)

@@ -1,36 +1,33 @@
-"""Check at initialization that all ranks run the same version with the same constants.
+"""Check at initialization that all ranks run the same version with the same sources.
 
 Otherwise ranks would choose different routes or chunks for a call, and hang or return wrong
-results. All constants of the modules that move data are compared. Of the environment variables only
-one is compared here: the tuning table is broadcast by rank 0, and the remaining variables are
-agreed on where they are used (docs/launching.md lists them).
+results. The sources of all packages that decide what ranks send are compared. Of the environment
+variables only one is compared here: the tuning table is broadcast by rank 0, and the remaining
+variables are agreed on where they are used (docs/launching.md lists them).
 """
 
 from __future__ import annotations
 
 import hashlib
-import pkgutil
 from array import array
-from collections.abc import Mapping, Sequence
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mpicoll
 from mpicoll import control_messages, settings
-from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import LaunchError
 from mpicoll.failures.report import describe_by_rank
-from mpicoll.primitives import PRIMITIVES
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: Modules outside routes/ whose constants determine the bytes that ranks send.
-_MODULES = (
-    "control_messages", "core.array_pickles", "core.pickles", "core.signature", "dispatch.fusing",
-    "dispatch.packing", "dtypes", "primitives",
+#: The modules whose sources are compared.
+_COMPARED = (
+    "api/handshakes.py", "control_messages.py", "core/*.py", "dispatch/*.py", "dtypes.py",
+    "failures/consistency.py", "failures/rank_status.py", "kernels/*.py", "primitives.py",
+    "routes/**/*.py",
 )  # fmt: skip
-_WATCHING = ("failures.consistency", "failures.rank_status", "api.handshakes")
 
 
 def agree(comm: MPI.Intracomm, mine: Mapping[str, str]) -> None:
@@ -68,33 +65,13 @@ _FEW = 5
 
 
 def find_facts() -> dict[str, str]:
-    """Return the version and all constants as text, by name."""
-    from mpicoll import routes
-
-    below = [module.name for module in pkgutil.walk_packages(routes.__path__, "mpicoll.routes.")]
+    """Return the version and a digest of each source, without importing it."""
+    home = Path(mpicoll.__file__).parent
     found = {
         "the version of mpicoll": mpicoll.__version__,
         settings.TESTED_CALLS.name: repr(settings.TESTED_CALLS.value()),
-        **{table: " ".join(row.name for row in rows) for table, rows in _TABLES.items()},
     }
-    for path in (*below, *(f"mpicoll.{name}" for name in (*_MODULES, *_WATCHING))):
-        module, name = import_module(path), path.removeprefix("mpicoll.")
-        for constant, value in vars(module).items():
-            if constant.isupper() and _is_plain(value):
-                found[f"{name}.{constant}"] = repr(value)
+    for path in (path for pattern in _COMPARED for path in home.glob(pattern)):
+        digest = hashlib.blake2b(path.read_bytes(), digest_size=4)
+        found[str(path.relative_to(home))] = f"source {digest.hexdigest()}"
     return found
-
-
-#: Other ranks know their rows by position.
-_TABLES: dict[str, Sequence[Any]] = {
-    "primitives": PRIMITIVES, "dtypes": DTYPES, "operations": OPERATIONS,
-}  # fmt: skip
-
-
-def _is_plain(value: object) -> bool:
-    """Return whether a value has only numbers and strings, so that equal values have one repr."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
-    if isinstance(value, Mapping):
-        return all(_is_plain(key) and _is_plain(one) for key, one in value.items())
-    return value is None or isinstance(value, (bool, int, float, str, bytes))

@@ -19,7 +19,6 @@ from mpicoll.core.groups import (
     check_group_rank,
     default_group,
     resolve,
-    set_task_runner,
     state,
 )
 from mpicoll.core.indices import check_index
@@ -552,9 +551,6 @@ def _perform_uncompared(
         raise
     except Exception as error:
         raise to_mpi_error(error, name, group) from error
-
-
-set_task_runner(run_in_order)
 
 
 def resolve_or_warn(group: object, name: str) -> ProcessGroup | None:

@@ -16,13 +16,12 @@ from mpicoll.arrays import adapters
 from mpicoll.arrays.views import Bytes, DeviceView, View
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_index
-from mpicoll.core.progress import Poller
+from mpicoll.core.progress import poller
 from mpicoll.core.work import Work, deadline
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import DTYPES, DType
 from mpicoll.errors import (
     ArgumentError,
-    CollectiveTimeoutError,
     DistBackendError,
     MismatchError,
     MPIError,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 #: Tests pending messages, so that MPI progresses them while Python computes.
-_poller = Poller()
 #: Messages to ranks that have exited, with their buffers, which MPI may still read.
 _unsent: list[tuple[MPI.Request, View]] = []
 #: Number of tests before a waiting thread sleeps between tests.
@@ -369,27 +367,7 @@ def in_background(work: MessageWork) -> MessageWork:
 def keep_polling(group: ProcessGroup, poll: Callable[[], bool]) -> None:
     """Call a function, which calls MPI, on the poller's thread until it returns True."""
     warn_if_serialized(group.ranks[group.rank()])
-    _poller.add(poll)
-
-
-def stop_polling() -> None:
-    """End the thread that polls pending messages, if there is one."""
-    _poller.stop()
-
-
-def drain(group: ProcessGroup, limit: float) -> None:
-    """End a group's pending messages: cancel receives, wait for sends.
-
-    Raises CollectiveTimeoutError if a send is not received within ``limit`` seconds.
-    """
-    for work in list(group.in_flight):
-        if work._receives:
-            why = f"{work.description}: the group was destroyed"
-            work.abandon(CollectiveTimeoutError(why))
-        elif not work._wait_finished(limit):
-            raise CollectiveTimeoutError(
-                f"{work.description}: timed out: the message was not received within {limit:g} s"
-            )
+    poller.add(poll)
 
 
 def find_source(

@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -78,7 +77,8 @@ _own: _Own | None = None
 def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     """Start the node monitor on the first rank of the node. All ranks call.
 
-    here: the ranks of ``world`` on this node. listener: see ``_Own``.
+    here: the ranks of ``world`` on this node. listener: see ``_Own``. The caller's next step must
+        wait for all ranks: then all are alive when the monitor opens their descriptors.
     """
     global _own
     rank, size = world.Get_rank(), world.Get_size()
@@ -100,11 +100,12 @@ def start(world: MPI.Intracomm, here: MPI.Comm, listener: int) -> None:
     if head and seen and _own is not None:
         _own.secret = head["secret"]
         if seen[0]["rank"] == rank:
+            import subprocess
+
             with contextlib.suppress(OSError, subprocess.SubprocessError, AttributeError):
                 _launch_monitor(seen, size, head, listener_socket)
     if listener_socket is not None:
         listener_socket.close()
-    here.Barrier()  # until now all ranks of the node are alive; their ends are seen from here on
 
 
 def _make_head(several: bool) -> tuple[dict[str, Any], socket.socket | None]:
@@ -144,6 +145,8 @@ def _launch_monitor(
     ranks: list[dict[str, Any]], size: int, head: dict[str, Any], sock: socket.socket | None
 ) -> None:
     """Start the monitor, not as a child of this process, so that os.wait() does not return it."""
+    import subprocess
+
     launchers = find_ancestors()
     starter, pidfd = find_starter(launchers), -1
     with contextlib.ExitStack() as stack:

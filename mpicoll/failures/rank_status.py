@@ -12,10 +12,9 @@ import contextlib
 import threading
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from mpicoll import communicators
 from mpicoll.core.groups import ProcessGroup
@@ -48,7 +47,7 @@ class RankStatus(NamedTuple):
 
 
 #: Sends that may never complete, with their buffers.
-_pending_sends: list[tuple[MPI.Request, np.ndarray[tuple[int], np.dtype[np.int64]]]] = []
+_pending_sends: list[tuple[MPI.Request, array[int]]] = []
 #: Held while a group's status messages are probed for, and while its communicators are freed.
 lock = threading.Lock()
 #: Set while the watchdog thread must make no calls to MPI; see ``suspended``.
@@ -75,7 +74,7 @@ def send(group: ProcessGroup, state: int = RUNNING) -> None:
     calls = tuple(group.recent)  # a copy, because another thread may make calls
     counts = group.begun, group.formed
     found = RankStatus(_hash_name(group), state, *counts, calls[0][0], *calls[-1], digest(calls))
-    status = np.array(found, np.int64)
+    status = array("q", found)
     with lock:
         if group.closed is not None or (is_suspended.is_set() and state == RUNNING):
             return
@@ -116,7 +115,7 @@ def receive(group: ProcessGroup) -> None:
     from mpi4py import MPI
 
     envelope = MPI.Status()
-    buffer = np.zeros(len(RankStatus._fields), np.int64)
+    buffer = array("q", bytes(8 * len(RankStatus._fields)))
     try:
         with lock:
             misses = 0

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from mpicoll import settings
@@ -66,15 +65,15 @@ def _report_after(group: ProcessGroup) -> float:
     return float(settings.REPORT_AFTER.value() or min(_REPORT_AFTER_S, timeout))
 
 
-@dataclass(slots=True)
 class _Wait:
     """The collective that a group is inside, if any, and when the group was first seen FAILED."""
 
-    number: int = -1  # of the collective, -1 outside
-    since: float = 0.0  # when it was first seen
-    is_reported: bool = False  # as late
-    has_sent: bool = False  # the rank has sent its status
-    failed: float | None = None
+    def __init__(self, number: int = -1, since: float = 0.0, failed: float | None = None) -> None:
+        self.number = number  # of the collective, -1 outside
+        self.since = since  # when it was first seen
+        self.is_reported = False  # as late
+        self.has_sent = False  # the rank has sent its status
+        self.failed = failed
 
 
 class Watchdog(RankEnd):
@@ -267,7 +266,7 @@ class Watchdog(RankEnd):
             wait = self._waits.setdefault(group, _Wait())
             number = group.begun if group.lock.locked() else -1
             if number != wait.number:
-                self._waits[group] = _Wait(number, now, failed=wait.failed)
+                self._waits[group] = _Wait(number, now, wait.failed)
             elif number >= 0:
                 self._check_wait(group, wait, now - wait.since)
             elif group.device_error is not None and group.error is None:

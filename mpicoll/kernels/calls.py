@@ -16,10 +16,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import numpy as np
-
 from mpicoll import settings
-from mpicoll.dtypes import DTYPES, Kind
 from mpicoll.kernels.library import kernels
 
 if TYPE_CHECKING:
@@ -207,21 +204,32 @@ def _load() -> tuple[ModuleType | None, str]:
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return None, "free-threaded Python is not supported"
     try:
-        _calls = import_module("mpicoll.kernels._calls")
+        return import_module("mpicoll.kernels._calls"), ""
     except ImportError as error:
         return None, f"the module does not load: {error}"
+
+
+def _add_dtypes(module: ModuleType) -> None:
+    """Register the dtypes, and NumPy's arrays if they have the layout that the module assumes."""
+    import numpy as np
+
+    from mpicoll.dtypes import DTYPES, Kind
+
     for row in DTYPES:
         # A complex tensor may be a lazy conjugate.
         code, bits = (-1, 0) if row.kind is Kind.COMPLEX else row.dlpack
-        _calls.add_dtype(row, row.numpy, row.itemsize, code, bits)
-    _calls.set_numpy(np.ndarray)
-    if not _has_known_layout(_calls):
-        _calls.set_numpy(None)
-    return _calls, ""
+        module.add_dtype(row, row.numpy, row.itemsize, code, bits)
+    module.set_numpy(np.ndarray)
+    if not _has_known_layout(module):
+        module.set_numpy(None)
 
 
 def _has_known_layout(module: ModuleType) -> bool:
-    """Check that NumPy's arrays have the layout that the module assumes."""
+    import numpy as np
+
+    from mpicoll.dtypes import DTYPES
+
+    subclass: Any = type("_Subclass", (np.ndarray,), {})
     for row in DTYPES:
         whole = np.zeros((3, 5, 7), row.numpy)
         fixed = whole[:2]
@@ -231,14 +239,10 @@ def _has_known_layout(module: ModuleType) -> bool:
             writable = int(array.flags.writeable)
             if module.view_array(array) != (row, array.ctypes.data, array.size, rows, writable):
                 return False
-        unsupported = whole.T, whole[:, 1], whole[:0], whole.view(_Subclass)
+        unsupported = whole.T, whole[:, 1], whole[:0], whole.view(subclass)
         if any(module.view_array(array) is not None for array in unsupported):
             return False
     return True
-
-
-class _Subclass(np.ndarray[Any, Any]):
-    pass
 
 
 _module, _missing_reason = _load()
@@ -291,6 +295,7 @@ def bind_fast_path(
     """
     if _module is None:
         return run_fast, run_all, find_root
+    _add_dtypes(_module)
     _module.set_up(state, group_type, run_fast, run_later, run_all, find_root, finish, finished)
     return _module.run_fast, _module.run_all, _module.find_root
 

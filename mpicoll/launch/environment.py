@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from typing import Literal
@@ -47,7 +45,7 @@ def is_started_by_mpi(environment: Mapping[str, str] = os.environ) -> bool:
 
 def is_inherited(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process inherited the process manager's variables from its parent."""
-    if multiprocessing.parent_process() is not None:
+    if is_multiprocessing_child():
         return True
     descriptor = environment.get("PMI_FD", "")
     if not descriptor.isdigit():
@@ -58,13 +56,19 @@ def is_inherited(environment: Mapping[str, str] = os.environ) -> bool:
         return True
 
 
+def is_multiprocessing_child() -> bool:
+    """Return whether multiprocessing started this process, and has therefore been imported."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and process.parent_process() is not None
+
+
 def is_child_of_rank(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether a rank of an MPI job with several ranks started this multiprocessing child.
 
     The process is not a rank of that job. Only an MPI of the MPICH family can start in it.
     """
     return (
-        multiprocessing.parent_process() is not None
+        is_multiprocessing_child()
         and not is_started_by_torchrun(environment)
         and any(_managed_size(protocol, environment) not in (None, 1) for protocol in PmiProtocol)
     )
@@ -140,6 +144,8 @@ def fill_environment(
 
 def interpreter_options() -> list[str]:
     """Return the options of this interpreter, for another one."""
+    import subprocess
+
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [*options, *["-u"] * getattr(sys.stdout, "write_through", False)]
 

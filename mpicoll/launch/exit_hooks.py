@@ -12,8 +12,6 @@ import atexit
 import contextlib
 import fcntl
 import io
-import multiprocessing
-import multiprocessing.util
 import os
 import select
 import stat
@@ -26,7 +24,11 @@ from types import ModuleType, TracebackType
 from typing import NoReturn
 
 from mpicoll.launch import error_output
-from mpicoll.launch.environment import is_inherited, is_started_by_torchrun
+from mpicoll.launch.environment import (
+    is_inherited,
+    is_multiprocessing_child,
+    is_started_by_torchrun,
+)
 from mpicoll.launch.host_identity import job_name, open_manager
 from mpicoll.launch.launchers import announced, find_launcher, find_rank
 from mpicoll.launch.session import current_session
@@ -176,12 +178,12 @@ class _ExitHooks:
         sys.excepthook = self._excepthook
         sys.exit = _exit  # stays, so that ``exit_code`` works after the hooks were removed
         atexit.register(self._exiting)
-        self._finalizer: multiprocessing.util.Finalize | None = None
-        if multiprocessing.parent_process() is not None:
+        self._finalizer: Finalize | None = None
+        if is_multiprocessing_child():
+            from multiprocessing.util import Finalize
+
             # multiprocessing ends a child without sys.excepthook, and a forked one without atexit.
-            self._finalizer = multiprocessing.util.Finalize(
-                None, self._child_exiting, exitpriority=0
-            )
+            self._finalizer = Finalize(None, self._child_exiting, exitpriority=0)
 
     def take(self, end: RankEnd) -> bool:
         """Use another RankEnd; return False after a fork, or if another hook is installed."""

@@ -6,8 +6,6 @@ import atexit
 import contextlib
 import functools
 import importlib
-import multiprocessing
-import multiprocessing.util
 import os
 import sys
 from array import array
@@ -20,6 +18,7 @@ from mpicoll.errors import LaunchError
 from mpicoll.launch.environment import (
     LOOPBACK,
     choose_bootstrap,
+    is_multiprocessing_child,
     is_started_by_mpi,
     replace_bootstrap_variables,
     was_filled,
@@ -222,9 +221,11 @@ def initialize(mpi: ModuleType) -> None:
     level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
     mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
     atexit.register(_finalize, os.getpid())
-    if multiprocessing.parent_process() is not None:
+    if is_multiprocessing_child():
+        from multiprocessing.util import Finalize
+
         # A child of multiprocessing may end without atexit.
-        multiprocessing.util.Finalize(None, _finalize, (os.getpid(),), exitpriority=0)
+        Finalize(None, _finalize, (os.getpid(),), exitpriority=0)
 
 
 def _bootstrap(

@@ -22,11 +22,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from mpicoll.dtypes import DTYPES, OPERATIONS
 from mpicoll.errors import UnsupportedError
-from mpicoll.primitives import Primitive, by_name
 
 if TYPE_CHECKING:
+    from mpicoll.primitives import Primitive
     from mpicoll.routes.route import Route
 
 #: In a file: use the default table's route, because this size was not measured.
@@ -102,6 +101,8 @@ def name_kind(primitive: Primitive, others: bool) -> str:
 
 def parse_kind(kind: str) -> tuple[Primitive, bool]:
     """Return the arguments of ``name_kind`` for a kind of call."""
+    from mpicoll.primitives import by_name
+
     return by_name[kind.removesuffix(_OTHERS)], kind.endswith(_OTHERS)
 
 
@@ -122,6 +123,7 @@ def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
 
 
 def _combines_some(route: Route, others: bool) -> bool:
+    from mpicoll.dtypes import DTYPES, OPERATIONS
     from mpicoll.routes.host import registry
 
     by_mpi = registry.HOST["mpi"].serves.combines

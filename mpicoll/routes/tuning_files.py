@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,5 +153,7 @@ def _lines(value: object, depth: int) -> str:
     """Return JSON with a line end after each entry down to a depth."""
     if depth == 0 or not isinstance(value, dict) or not value:
         return json.dumps(value)
+    import textwrap
+
     entries = [f"{json.dumps(name)}: {_lines(one, depth - 1)}" for name, one in value.items()]
     return "{\n" + textwrap.indent(",\n".join(entries), " ") + "\n}"

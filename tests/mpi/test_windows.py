@@ -257,7 +257,7 @@ def test_destroying_a_group_closes_its_windows(world):
     for one in window, unused:
         with pytest.raises(dist.ArgumentError, match="was destroyed"):
             one.put(np.zeros(1), 0, 0, False)
-    assert window not in windows._windows
+    assert window not in windows.windows
 
 
 def test_many_windows(world):

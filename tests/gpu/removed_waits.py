@@ -147,9 +147,10 @@ def first_failure(wait: Wait, venv: Path, folder: Path) -> str:
     finally:
         shutil.rmtree(folder / "mpicoll")
     test = re.search(r"^FAILED \S*?(test_[^-\n]+)", done.stdout, re.MULTILINE)
-    assertion = re.search(r"^E +((?:AssertionError|assert\b|.*IllegalAddress).*)", done.stdout, re.MULTILINE)
-    if test and assertion:
-        return f"{test[1].strip()}: {assertion[1]}"
+    error = r"^E +((?:AssertionError|assert\b|.*IllegalAddress).*)"
+    found = re.search(error, done.stdout, re.MULTILINE)
+    if test and found:
+        return f"{test[1].strip()}: {found[1]}"
     print(done.stdout[-2000:], f"exit code {done.returncode}", sep="\n")
     return ""
 

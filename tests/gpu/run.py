@@ -158,13 +158,16 @@ def has(python: Path, module: str) -> bool:
     return subprocess.run([str(python), "-c", code]).returncode == 0
 
 
-def routes_of(site: Site, ranks: int) -> dict[str, str]:
-    """Return, by route, "" or the missing requirement. If the job fails, no route is available."""
+def routes_of(site: Site, ranks: int, forced: str) -> dict[str, str]:
+    """Return, by route, "" or the missing requirement. If the job fails, no route is available.
+
+    forced: route to force; "": none.
+    """
     command = [
         "timeout", str(ROUTES_TIMEOUT_S), site.mpiexec, "-n", str(ranks), site.python, "-m",
         "mpi4py", "-m", "mpicoll", "doctor", "--json",
     ]  # fmt: skip
-    environment = os.environ | ENVIRONMENT | site.variables | {"MPICOLL_DEVICE_ROUTE": ""}
+    environment = os.environ | ENVIRONMENT | site.variables | {"MPICOLL_DEVICE_ROUTE": forced}
     done = subprocess.run(
         command, env=environment, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, check=False,
@@ -293,7 +296,7 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
     for site in sites_of(options.environments, left_out):
         missing = {name for name in ("cupy", "torch") if not has(site.python, name)}
         left_out += [f"{site.name}: no {name}" for name in sorted(missing)]
-        routes: dict[int, dict[str, str]] = {}  # by number of ranks
+        routes: dict[tuple[int, str], dict[str, str]] = {}  # by number of ranks and forced route
         for suite in SUITES:
             libraries = [name for name in suite.libraries if name not in missing]
             if suite.name not in options.suites or not libraries or "cupy" in missing:
@@ -303,10 +306,12 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
                     continue
                 if not {route, suite.about} & {*options.routes}:
                     continue
-                if ranks and ranks not in routes:
-                    routes[ranks] = routes_of(site, ranks)
+                # Without force, MPI is not tried with device memory if `ipc` serves all calls.
+                asked = ranks, "direct" if route == "direct" else ""
+                if ranks and asked not in routes:
+                    routes[asked] = routes_of(site, *asked)
                 task = Task(site, suite, libraries, route, ranks)
-                if lack := routes[ranks][route] if ranks else "":
+                if lack := routes[asked][route] if ranks else "":
                     left_out.append(f"{task.key}: {lack}")
                 else:
                     tasks.append(task)

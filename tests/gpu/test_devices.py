@@ -27,6 +27,7 @@ from mpicoll.errors import MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import registry
 from mpicoll.routes.device import staged
+from mpicoll.routes.device.space import DeviceSpace
 
 #: One dtype of each kind and of each size that has its own code.
 SOME = [row for row in DTYPES if row.name in (
@@ -178,6 +179,8 @@ def test_chunk_boundaries(route, arrays, world, monkeypatch, dtype):
     if not arrays.serves(dtype):
         pytest.skip(f"the library has no arrays of {dtype}")
     monkeypatch.setattr(staged, "CHUNK", 16 * dtype.itemsize)
+    monkeypatch.setattr(DeviceSpace, "chunk", 16 * dtype.itemsize)
+    monkeypatch.setattr(DeviceSpace, "small", 8 * dtype.itemsize)
     world = group_of("chunks", range(world.size))
     for count in (8, 9, 16, 17, 61):
         for name in MOVED:

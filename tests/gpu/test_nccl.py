@@ -441,6 +441,22 @@ def test_async_error_of_nccl_fails_the_group_on_all_ranks(group, part):
     assert part.comm.aborted.wait(60)
 
 
+def test_host_call_raises_the_error_of_devices(arrays, monkeypatch):
+    """Also after calls of MPI's function by the native fast path, which checks no devices."""
+    monkeypatch.setattr(consistency, "FIRST", 1)
+    monkeypatch.setattr(consistency, "STRIDE", 1000)
+    monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
+    group, array = dist.new_group(timeout=60), np.ones(1, np.int32)
+    for _ in range(3):
+        dist.all_reduce(array, group=group)
+    check_all_reduce(group)
+    part = group.resources.find("devices").states["nccl"]
+    part.comm.async_error, part._next_look = "a remote process has exited", 0.0
+    with pytest.raises(DistBackendError, match="fail"):
+        dist.all_reduce(array, group=group)
+    assert part.comm.aborted.wait(60)
+
+
 def test_nccl_in_progress_is_not_an_error(group, part):
     part.comm.async_error = 7  # ncclInProgress
     check_all_reduce(group)

@@ -185,19 +185,21 @@ class Nccl(RouteState):
             )
 
     def _find_late_call(self, name: str) -> DistBackendError | None:
-        """Return the error of the oldest pending call if it exceeds the group's timeout."""
-        limit = self.group.timeout
-        try:
-            number, signature, since, done = self._pending[0]
-        except IndexError:  # no calls; another thread may have removed the last one
-            return None
-        if limit is None or time.monotonic() <= since + limit or self.context.runtime.is_done(done):
-            return None
-        return CollectiveTimeoutError(
-            f"{describe(*signature)}, on {name}, call {number}: timed out: NCCL has not done it "
-            f"within the group's timeout of {limit:g} s; another rank has not made this call, or "
-            "is late"
-        )
+        """Return the error of the first call that is not done within the group's timeout.
+
+        Completed calls may come first: a blocked thread that holds the lock does not remove them.
+        """
+        limit, now = self.group.timeout, time.monotonic()
+        for number, signature, since, done in list(self._pending):
+            if limit is None or now <= since + limit:
+                break
+            if not self.context.runtime.is_done(done):
+                return CollectiveTimeoutError(
+                    f"{describe(*signature)}, on {name}, call {number}: timed out: NCCL has not "
+                    f"done it within the group's timeout of {limit:g} s; another rank has not made "
+                    "this call, or is late"
+                )
+        return None
 
     def _check_async_error(self) -> None:
         try:

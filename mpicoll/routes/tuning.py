@@ -72,7 +72,7 @@ _FEW: Rows = {
     "gather": _row(_MOVED, _MPI, _MPI),
     "scatter": _row(_MOVED, _MPI, _MPI),
     "reduce_scatter": _row(
-        _SHARED, ((0, "mpi"), (4 * _MIB, "hierarchical")), ((0, "mpi"), (512 * _KIB, "exchange"))
+        _SHARED, ((0, "mpi"), (4 * _MIB, "hierarchical")), ((0, "mpi"), (4 * _MIB, "exchange"))
     ),
     "reduce_scatter of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
 }

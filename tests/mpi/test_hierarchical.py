@@ -156,24 +156,22 @@ def test_narrow_floats_between_nodes(patch, new_team, monkeypatch, route, dtype)
 
     monkeypatch.setattr(hierarchy, "make_part", counted_part)
     team = new_team(f"narrow {route} {dtype}")
-    assert has_levels(team)
+    levels = hierarchy.get_or_create(team.group)
     team.group.inner = whole = Counted(team.group.inner)
-    n, narrow = team.size, by_name[dtype]
-    count = 6000 * n
+    n, narrow, count = team.size, by_name[dtype], 6000
+    expected = 2 * (n - 1) * count * narrow.itemsize
+    if route == "hierarchical":
+        share = n * count // levels.rails
+        expected = share // 2 * (4 + narrow.itemsize) if levels.rail else 0
     for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
-        for one in (whole, *rails):
-            one.sent = 0
-        Exact("all_reduce", team, narrow, count, op).run()
-        hierarchical_bytes = sum(rail.sent for rail in rails)
-        if route == "exchange":
-            assert (whole.sent, hierarchical_bytes) == (2 * (n - 1) * 6000 * narrow.itemsize, 0)
-        elif hierarchy.get_or_create(team.group).rail is not None:
-            rail_count = count // hierarchy.get_or_create(team.group).rails
-            assert (whole.sent, hierarchical_bytes) == (0, rail_count // 2 * (4 + narrow.itemsize))
+        for comm in (whole, *rails):
+            comm.sent = 0
+        Exact("all_reduce", team, narrow, n * count, op).run()
+        assert sum(comm.sent for comm in (whole, *rails)) == expected
+    if route == "exchange":
         whole.sent = 0
-        if route == "exchange":
-            Exact("reduce_scatter_single", team, narrow, 6000, op).run()
-            assert whole.sent == (n - 1) * 6000 * narrow.itemsize
+        Exact("reduce_scatter_single", team, narrow, count, ReduceOp.SUM).run()
+        assert whole.sent == (n - 1) * count * narrow.itemsize
 
 
 @needs_shared_memory

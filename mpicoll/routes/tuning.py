@@ -63,9 +63,7 @@ _FEW: Rows = {
     "all_reduce": _row(
         _SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), ((0, "mpi"), (8 * _MIB, "mpi_chunked"))
     ),
-    "all_reduce of others": _row(
-        _SHARED, ((0, "exchange"), (256 * _KIB, "hierarchical")), _EXCHANGE
-    ),
+    "all_reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "all_gather": _row(_MOVED, _MPI, _MPI),

@@ -156,11 +156,17 @@ def ring(place: Place, m: float, combines: bool = False) -> list[Step]:
     return [Step(n - 1, block, 2 * block, combines * block, *ends)] if n > 1 else []
 
 
+def bruck(place: Place, m: float) -> list[Step]:
+    """All_to_all in log2 n steps, each of half the blocks."""
+    return [crossing(place, d, m / 2) for d in powers(place.ranks)]
+
+
 #: MPI takes as long as the best of these. Real thresholds of MPI are rarely optimal.
 ALGORITHMS: dict[str, list[Algorithm]] = {
     "all_reduce": [doubling, rabenseifner],
     "reduce_scatter": [halving, pairwise, lambda place, m: ring(place, m, True)],
     "all_gather": [gather_doubling, ring],
+    "all_to_all": [bruck, lambda place, m: pairwise(place, m, False)],
 }
 
 
@@ -183,22 +189,21 @@ def best(kind: str, place: Place, m: float, reach: float) -> float:
 # --- routes ---------------------------------------------------------------------------------------
 
 
-def by_exchange(
-    kind: str, place: Place, m: float, byte: Byte = REDUCED, itemsize: int = 4
-) -> float:
+def by_exchange(kind: str, place: Place, m: float, byte: Byte = REDUCED) -> float:
     """Return the time of the route exchange."""
     n, q = place.ranks, place.each
     whole = n * m
-    if kind == "all_reduce" and (
-        whole <= space.SMALL or (m < n * itemsize and whole <= space.STACK)
-    ):  # each rank gets and reduces all arrays
+    if kind == "all_reduce" and whole <= space.SMALL:  # each rank gets and reduces all arrays
         gathering = best("all_gather", place, whole, whole)
         return gathering + moved(m, COPIED, whole, q) + moved((n - 1) * m, byte, whole, q)
     pieces = ceil(m / n / min(space.CHUNK, space.STACK // n))
     block = m / n / pieces
-    rounds = 2 if kind == "all_reduce" else 1
-    steps = rounds * pairwise(place, n * block, False)
-    sending = rounds * (n - 1) * PYTHON + messages(place, steps, n * block)
+    if pieces == 1:
+        sending = PYTHON + best("all_to_all", place, m, m)
+    else:
+        sending = (n - 1) * PYTHON + messages(place, pairwise(place, n * block, False), n * block)
+    if kind == "all_reduce":
+        sending += PYTHON + best("all_gather", place, n * block, n * block)
     return pieces * (sending + moved((n - 1) * block, byte, m, q))
 
 
@@ -252,8 +257,15 @@ def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
         return EXCHANGE + entries * ENTRY + moving + waits
 
     def rail(nbytes: float, rails: int) -> float:
-        steps = (each(Place(nodes, 1), nbytes) for each in ALGORITHMS["all_reduce"])
-        return CALL + min(_railed(each, rails, m) for each in steps)
+        def call(kind: str, nbytes: float) -> float:
+            steps = (each(Place(nodes, 1), nbytes) for each in ALGORITHMS[kind])
+            return CALL + min(_railed(each, rails, m) for each in steps)
+
+        if factor == 1:
+            return call("all_reduce", nbytes)
+        combining = moved(nbytes * (nodes - 1) / nodes, REDUCED, m, q)
+        sending = call("all_to_all", nbytes) + call("all_gather", nbytes / factor)
+        return 2 * PYTHON + sending + combining
 
     def widening(nbytes: float) -> float:
         return moved(nbytes, COPIED, m, q) if factor > 1 else 0.0
@@ -283,7 +295,7 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     """Return the time of a call on m bytes by each eligible route."""
     plain = kind.removesuffix(" of others")
     narrow = plain != kind  # of bfloat16
-    byte, itemsize, factor = (NARROWED, 2, 2) if narrow else (REDUCED, 4, 1)
+    byte, factor = (NARROWED, 2) if narrow else (REDUCED, 1)
     q = place.each
     pieces = ceil(m / mpi.CHUNK_BYTES)
     piece = m / pieces
@@ -292,8 +304,10 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
         "mpi_chunked": lambda: (
             pieces * (best(plain, place, piece, piece) + moved(piece, COPIED, m, q))
         ),
-        "exchange": lambda: by_exchange(plain, place, m, byte, itemsize),
-        "widened": lambda: best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q),
+        "exchange": lambda: by_exchange(plain, place, m, byte),
+        "widened": lambda: (
+            PYTHON + best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q)
+        ),
         "shared": lambda: by_sharing(plain, place, m, byte),
         # An upper bound: single_copy uses slots if they are faster.
         "single_copy": lambda: by_sharing(plain, place, m, byte),

@@ -1,26 +1,69 @@
 #!/bin/bash
-# Measure all_reduce on two nodes with two ranks each, by MPI and by each route:
+# Measure on several nodes of this machine, by MPI and by mpicoll's routes:
 #
-#     [RATE=10gbit] benchmarks/nodes.sh ENVIRONMENT pmi2|pmix [OPTION OF BENCH ...]
+#     [NODES=2] [RANKS=1] [RATE=10gbit] benchmarks/nodes.sh ENVIRONMENT PRIMITIVE [OPTION OF BENCH ...]
 #
-# The nodes are network namespaces of this machine, with their own Slurm (tests/slurm/cluster.sh,
-# which needs root and Debian's packages of Slurm). tc limits the bandwidth of a node to RATE. On two
-# processors the four ranks share processors, so the times include Linux's scheduler. Use only the
-# ratios, with their spread.
+# The nodes are namespaces of network, processes and memory (/dev/shm) with RANKS ranks each, joined
+# by a bridge. tc limits the bandwidth of a node to RATE; by default it is not limited. Needs root,
+# iproute2 and an MPI of the MPICH family: the ranks inherit their connections to its launcher. If
+# ranks share processors, the times include Linux's scheduler. Use only the ratios, with their spread.
 
 set -euo pipefail
 
-if [ "${1-}" != --head ]; then
-    exec "$(dirname "$0")/../tests/slurm/cluster.sh" 2 2 "$(realpath "$0")" --head "$@"
-fi
+isolate=(unshare --net --ipc --mount --pid --fork --mount-proc --kill-child)
 
-environment=$2 mpi=$3
-shift 3
-for port in port1 port2; do
-    tc qdisc add dev "$port" root tbf rate "${RATE:-10gbit}" burst 1mb latency 50ms
-done
-export OMP_NUM_THREADS=1 MPICOLL_TABLE=0 PMIX_MCA_psec=native OMPI_MCA_mpi_yield_when_idle=1
-# Ranks compare each of the first 64 calls of a group. 100 warm-up calls exclude them.
-srun "--mpi=$mpi" --nodes=2 --ntasks-per-node=2 "$environment/bin/python" -m mpicoll bench \
-    all_reduce -b 4 -e 16M -f 8 -w 100 --repetitions 21 --compare mpi4py \
-    --routes mpi,hierarchical "$@"
+run_node() { # NUMBER
+    mount -t tmpfs tmpfs /dev/shm
+    mount -t sysfs sysfs /sys # where UCX finds network devices
+    until ip link show "node$1" &> /dev/null; do sleep 0.02; done # the head moves it here
+    ip link set lo up
+    ip address add "10.77.0.$1/24" dev "node$1"
+    ip link set "node$1" up
+    while true; do sleep 1000; done
+}
+
+start_node() { # NUMBER
+    ip link add "port$1" type veth peer name "node$1"
+    ip link set "port$1" master switch up
+    "${isolate[@]}" "$0" --node "$1" &
+    local outside=$! inside=
+    until [ -n "$inside" ]; do
+        sleep 0.02
+        inside=$(< "/proc/$outside/task/$outside/children")
+        inside=${inside%% *}
+    done
+    ip link set "node$1" netns "$inside"
+    [ -z "${RATE-}" ] || tc qdisc add dev "port$1" root tbf rate "$RATE" burst 1mb latency 50ms
+    until ip address show "port$1" | grep -q LOWER_UP; do sleep 0.02; done # node1 is up
+    NODES_INSIDE+=" $inside"
+}
+
+run_head() { # ENVIRONMENT PRIMITIVE [OPTION ...]
+    local environment=$1 nodes=${NODES:-2} i hosts=
+    shift
+    export RANKS=${RANKS:-1} NODES_INSIDE= OMP_NUM_THREADS=1 MPICOLL_TABLE=0
+    ip link set lo up
+    ip link add switch type bridge
+    ip link set switch up
+    for ((i = 1; i <= nodes; i++)); do
+        start_node "$i"
+        hosts+=${hosts:+,}node$i
+    done
+    # Ranks compare each of the first 64 calls of a group. 100 warm-up calls exclude them.
+    "$environment/bin/mpiexec" -launcher fork -hosts "$hosts" -ppn "$RANKS" -n $((nodes * RANKS)) \
+        "$0" --rank "$environment/bin/python" -m mpicoll bench -w 100 --repetitions 21 \
+        --compare mpi4py "$@"
+}
+
+run_rank() { # COMMAND...
+    local -a inside
+    read -ra inside <<< "$NODES_INSIDE"
+    exec nsenter -t "${inside[PMI_RANK / RANKS]}" --net --ipc --mount --pid "$@"
+}
+
+case ${1-} in
+    --node) run_node "$2" ;;
+    --head) run_head "${@:2}" ;;
+    --rank) run_rank "${@:2}" ;;
+    *) exec "${isolate[@]}" "$(realpath "$0")" --head "$@" ;;
+esac

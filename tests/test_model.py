@@ -26,7 +26,6 @@ def test_page_has_the_tables_of_the_model() -> None:
         ("all_reduce", Place(16, 64)),
         ("all_reduce of others", Place(16, 64)),
         ("reduce_scatter", Place(16, 64)),
-        ("reduce_scatter", Place(64, 1)),
     ],
 )
 def test_default_tables_match_the_model(kind: str, place: Place) -> None:

@@ -36,9 +36,8 @@ def all_reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) 
         chunks = [_Chunk(cut, recv.part(*cut[me])) for cut in _cuts(scope, recv)]
 
         def then(chunk: _Chunk) -> None:
-            begin = chunk.cut[0][0]
             counts = [size for _, size in chunk.cut]
-            all_gather(scope, None, recv.part(begin, sum(counts)), Blocks((), counts), 0)
+            _gather(scope, recv.part(chunk.cut[0][0], sum(counts)), counts)
 
         _Reduction(scope, recv, chunks).carry_out(then)
     elif n <= DIRECT and not space.mpi:
@@ -53,12 +52,17 @@ def _everything(scope: Scope, source: View) -> list[View]:
     parts = [stack.part(r * source.count, source.count) for r in range(scope.n)]
     scope.space.copy(source, parts[scope.me])
     scope.space.synchronize()
-    if scope.space.mpi:
-        # mpi4py wants a block's count.
-        scope.group.inner.Allgather(MPI.IN_PLACE, message(stack.buffer, source.count, stack.dtype))
-    else:
-        all_gather(scope, None, stack, Blocks((), [source.count] * scope.n), 0)
+    _gather(scope, stack, [source.count] * scope.n)
     return parts
+
+
+def _gather(scope: Scope, view: View, counts: Sequence[int]) -> None:
+    """Send this rank's block of a view to every rank."""
+    if scope.space.mpi and counts[0] == counts[-1]:
+        # mpi4py wants a block's count.
+        scope.group.inner.Allgather(MPI.IN_PLACE, message(view.buffer, counts[0], view.dtype))
+    else:
+        all_gather(scope, None, view, Blocks((), counts), 0)
 
 
 def _combine(scope: Scope, sources: Sequence[View], out: View, n: int) -> None:

@@ -57,7 +57,7 @@ _FEW: Rows = {
     "all_reduce": _row(
         _SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), ((0, "mpi"), (8 * _MIB, "mpi_chunked"))
     ),
-    "all_reduce of others": _row(_SHARED, ((0, "exchange"), (512, "hierarchical")), _EXCHANGE),
+    "all_reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "all_gather": _row(_MOVED, _MPI, _MPI),
@@ -81,8 +81,8 @@ def _for_many() -> Rows:
             after = steps[len(before) :]
             steps = *_MPI, *([] if before[-1] == "mpi" else [(least, before[-1])]), *after
         many[kind] = {**row, "node": steps}
-    nodes, apart = ((0, "widened"), (512 * _KIB, "hierarchical")), ((0, "widened"),)
-    many["all_reduce of others"] |= {"nodes": nodes, "apart": apart}
+    # The ranks of a node share its link, over which `exchange` sends the elements of each of them.
+    many["all_reduce of others"]["nodes"] = ((0, "widened"), (512 * _KIB, "hierarchical"))
     return many
 
 

@@ -120,6 +120,60 @@ def test_other_operations_around_chunk_sizes(cut, name, dtype):
     assert has_levels(cut)
 
 
+class Counted:
+    """A communicator that counts the bytes that its collectives send to other ranks."""
+
+    def __init__(self, inner):
+        self.inner, self.sent = inner, 0
+
+    def __getattr__(self, name):
+        method = getattr(self.inner, name)
+        if name not in ("Allgather", "Alltoall", "Allreduce"):
+            return method
+
+        def counted(send, recv, *others):
+            _, count, *_, element = recv
+            self.sent += (self.inner.Get_size() - 1) * count * element.Get_size()
+            return method(send, recv, *others)
+
+        return counted
+
+
+@needs_shared_memory
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("route", ["exchange", "hierarchical"])
+def test_narrow_floats_between_nodes(patch, new_team, monkeypatch, route, dtype):
+    """Elements and results are sent as they are, and only sums of a node's ranks as float32."""
+    put(patch, "block")
+    use_route(monkeypatch, route, "nodes")
+    rails, part = [], hierarchy.make_part
+
+    def counted_part(*arguments):
+        made = part(*arguments)
+        made.inner = Counted(made.inner)
+        rails.append(made.inner)
+        return made
+
+    monkeypatch.setattr(hierarchy, "make_part", counted_part)
+    team = new_team(f"narrow {route} {dtype}")
+    levels = hierarchy.get_or_create(team.group)
+    team.group.inner = whole = Counted(team.group.inner)
+    n, narrow, count = team.size, by_name[dtype], 6000
+    expected = 2 * (n - 1) * count * narrow.itemsize
+    if route == "hierarchical":
+        share = n * count // levels.rails
+        expected = share // 2 * (4 + narrow.itemsize) if levels.rail else 0
+    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+        for comm in (whole, *rails):
+            comm.sent = 0
+        Exact("all_reduce", team, narrow, n * count, op).run()
+        assert sum(comm.sent for comm in (whole, *rails)) == expected
+    if route == "exchange":
+        whole.sent = 0
+        Exact("reduce_scatter_single", team, narrow, count, ReduceOp.SUM).run()
+        assert whole.sent == (n - 1) * count * narrow.itemsize
+
+
 @needs_shared_memory
 def test_groups_of_some_ranks(patch, world, new_team):
     """Groups in any order, on one node, or with each rank on a different node."""

@@ -1,7 +1,8 @@
 """Exchange and combine: every dtype and operation, rounded once, over any MPI.
 
-Uses the algorithms of routes/algorithms.py. Reductions of one chunk, whose cost is mostly Python,
-have a faster version for NumPy arrays here, with the same steps and the same bits.
+Uses the algorithms of routes/algorithms.py. Reductions of one chunk have a version for NumPy arrays
+here, with the same steps and the same bits. MPI's own all-to-all, all-gather and gather send the
+elements as they are: in few steps if they are short, and without Python for each message.
 """
 
 from __future__ import annotations
@@ -9,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from mpi4py import MPI
 
-from mpicoll.arrays.views import Array, Buffer
+from mpicoll.arrays.views import Array, Buffer, Bytes
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Run
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import ReduceOp
 from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
-from mpicoll.routes.messages import Span, shares_of
 from mpicoll.routes.reductions import chunk_of
 from mpicoll.routes.route import EXCHANGES, MOVES, Route, Serves
 from mpicoll.routes.space import Host
-from mpicoll.routes.wire import Message, datatype, exchange, message, scratch
+from mpicoll.routes.wire import datatype, scratch
 
 
 def build(kind: CallKind) -> Implementation:
@@ -31,7 +32,7 @@ def build(kind: CallKind) -> Implementation:
     name, n = kind.primitive.name.removesuffix("_single"), kind.group.size()
     if name not in ("all_reduce", "reduce", "reduce_scatter") or kind.dtype is None:
         return Implementation(general)
-    one_chunk: Run = getattr(_OneChunk(kind, space), name)
+    one_chunk: Run = getattr(OneChunk(kind), name)
     limit = chunk_of(space, n, kind.dtype) * (1 if kind.primitive.many_in else n)
 
     def run(send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int) -> None:
@@ -48,16 +49,16 @@ def get_space(group: ProcessGroup) -> Host:
     return group.resources.get_or_create("exchange", Host)
 
 
-class _OneChunk:
+class OneChunk:
     """The reductions of one chunk, by the names of their primitives."""
 
-    def __init__(self, kind: CallKind, space: Host) -> None:
+    def __init__(self, kind: CallKind) -> None:
         assert kind.dtype is not None and kind.op is not None
         self.group, self.dtype, self.op = kind.group, kind.dtype, kind.op
         self.comm, self.n, self.me = kind.group.inner, kind.group.size(), kind.group.rank()
         self.exact = kind.exact
         self.divisor = self.n if kind.op is ReduceOp.AVG else 1
-        self.small, self.stack, self.tag = space.small, space.stack, kind.primitive.code
+        self.small = Host.small
 
     def array(self, buffer: Buffer, start: int, count: int) -> Array:
         """Return ``count`` elements of a buffer from element ``start`` on."""
@@ -68,73 +69,76 @@ class _OneChunk:
         element, n = datatype(self.dtype), self.n
         memory = scratch(self.group, n * count * self.dtype.itemsize)
         self.comm.Allgather([buffer, count, element], [memory, count, element])
+        return self.rows(memory, count)
+
+    def rows(self, memory: Bytes, count: int) -> list[Array]:
+        """Return the elements of all ranks in scratch memory."""
         stack = memory.view(self.dtype.numpy)
-        return [stack[r * count : (r + 1) * count] for r in range(n)]
+        return [stack[r * count : (r + 1) * count] for r in range(self.n)]
 
     def combine(self, sources: Sequence[Array], out: Array) -> None:
         """Combine the elements of all ranks, in rank order."""
         combine(self.op, self.dtype, sources, out, self.divisor, self.exact)
 
-    def messages(self, buffer: Buffer, cut: Sequence[Span]) -> list[Message | None]:
-        """Return each other rank's share of a buffer as a message; None if it is empty."""
-        return [
-            message(buffer, count, self.dtype, start) if count and r != self.me else None
-            for r, (start, count) in enumerate(cut)
-        ]
+    def share(self, buffer: Buffer, count: int, out: Array | None = None) -> None:
+        """Send each rank its block of a buffer, and combine this rank's, by default in place."""
+        element = datatype(self.dtype)
+        memory = scratch(self.group, self.n * count * self.dtype.itemsize)
+        self.comm.Alltoall([buffer, count, element], [memory, count, element])
+        if out is None:
+            out = self.array(buffer, self.me * count, count)
+        self.combine(self.rows(memory, count), out)
 
-    def share(self, buffer: Buffer, cut: Sequence[Span], out: Array | None = None) -> None:
-        """Send each rank its share of a buffer, and combine this rank's, by default in place."""
-        me, dtype = self.me, self.dtype
-        start, mine = cut[me]
-        memory = scratch(self.group, self.n * mine * dtype.itemsize)
-        exchange(
-            self.comm,
-            self.messages(buffer, cut),
-            self.messages(memory, [(r * mine, mine) for r in range(self.n)]),
-            self.tag,
-        )
-        if mine:
-            stack, own = memory.view(dtype.numpy), self.array(buffer, start, mine)
-            sources = [stack[r * mine : (r + 1) * mine] for r in range(self.n)]
-            sources[me] = own
-            self.combine(sources, own if out is None else out)
+    def padded(self, buffer: Buffer, count: int) -> tuple[Buffer, int]:
+        """Return a buffer of equal blocks, a copy if needed, and the size of a block."""
+        block = -(-count // self.n)
+        nbytes = self.n * block * self.dtype.itemsize
+        if count % self.n == 0:
+            return buffer, block
+        copy = scratch(self.group, 2 * nbytes)[nbytes:]  # behind the memory of ``share``
+        self.array(copy, 0, count)[:] = self.array(buffer, 0, count)
+        return copy, block
 
     def all_reduce(self, send: None, recv: Buffer, count: int, root: int) -> None:
-        n, nbytes = self.n, self.n * count * self.dtype.itemsize
+        """Combine the elements of all ranks, in place: of everything, or of a share."""
         if not count:
             return
-        if nbytes <= self.small or (count < n and nbytes <= self.stack):
+        if self.n * count * self.dtype.itemsize <= self.small:
             self.combine(self.everything(recv, count), self.array(recv, 0, count))
             return
-        cut = shares_of(count, n)
-        self.share(recv, cut)
-        own = self.messages(recv, [cut[self.me]] * n)
-        exchange(self.comm, own, self.messages(recv, cut), self.tag)
+        whole, block = self.padded(recv, count)
+        self.share(whole, block)
+        self.comm.Allgather(MPI.IN_PLACE, [whole, block, datatype(self.dtype)])
+        if whole is not recv:
+            self.array(recv, 0, count)[:] = self.array(whole, 0, count)
 
     def reduce(self, send: None, recv: Buffer, count: int, root: int) -> None:
-        n, me, dtype = self.n, self.me, self.dtype
+        """Combine the elements of all ranks, in place on the root."""
         if not count:
             return
-        if n * count * dtype.itemsize <= self.small:
-            self.share(recv, [(0, count if r == root else 0) for r in range(n)])
+        n, is_root, element = self.n, self.me == root, datatype(self.dtype)
+        if n * count * self.dtype.itemsize <= self.small:
+            memory = scratch(self.group, n * count * self.dtype.itemsize)
+            into = [memory, count, element] if is_root else None
+            self.comm.Gather([recv, count, element], into, root)
+            if is_root:
+                self.combine(self.rows(memory, count), self.array(recv, 0, count))
             return
-        cut = shares_of(count, n)
-        going: list[Message | None] = [None] * n
-        coming: list[Message | None] = [None] * n
-        if me == root:
-            self.share(recv, cut)
-            coming = self.messages(recv, cut)
-        else:
-            out = np.empty(cut[me][1], dtype.numpy)
-            self.share(recv, cut, out)
-            if out.size:
-                going[root] = message(out.view(np.uint8), out.size, dtype)
-        exchange(self.comm, going, coming, self.tag)
+        whole, block = self.padded(recv, count)
+        if not is_root:
+            out = np.empty(block, self.dtype.numpy)
+            self.share(whole, block, out)
+            self.comm.Gather([out, block, element], None, root)
+            return
+        self.share(whole, block)
+        self.comm.Gather(MPI.IN_PLACE, [whole, block, element], root)
+        if whole is not recv:
+            self.array(recv, 0, count)[:] = self.array(whole, 0, count)
 
     def reduce_scatter(self, send: Buffer, recv: Buffer, count: int, root: int) -> None:
+        """Combine one block of the elements of all ranks."""
         if count:
-            cut = [(r * count, count) for r in range(self.n)]
-            self.share(send, cut, self.array(recv, 0, count))
+            self.share(send, count, self.array(recv, 0, count))
 
 
 ROUTE = Route(

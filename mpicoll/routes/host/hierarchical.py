@@ -15,11 +15,13 @@ collectives for exploiting multi-lane communication, IEEE Cluster 2020; their la
 The ranks' calls are compared inside a node in step 1, without cost, and between nodes by an MPI
 reduction of 16 bytes before step 2.
 
-Sums and products of narrow floats are computed and sent as float32 and rounded once.
+Sums and products of narrow floats are computed and sent as float32 and rounded once; the results of
+all_reduce are sent as they are.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import numpy as np
@@ -39,6 +41,7 @@ from mpicoll.routes.host.hierarchy import (
 )  # fmt: skip
 from mpicoll.routes.route import Needs, Route, Serves, has_loop
 from mpicoll.routes.transfers import Get, Put
+from mpicoll.routes.wire import datatype, scratch
 
 #: Size in bytes of a rail's chunk, which stays in the cache between the steps.
 CHUNK = 1024 * 1024
@@ -78,7 +81,7 @@ class _Arithmetic:
     """The arithmetic of a dtype on both levels; see ``level_arithmetic``."""
 
     def __init__(self, hierarchy: Hierarchy, dtype: DType, op: ReduceOp) -> None:
-        self._n, self._dtype = hierarchy.group.size(), dtype
+        self._n, self.dtype = hierarchy.group.size(), dtype
         self._averages = op is ReduceOp.AVG
         self.wide, self.op = level_arithmetic(dtype, op)
         self.widens = self.wide is not dtype
@@ -86,7 +89,7 @@ class _Arithmetic:
     def widen(self, source: int, into: int, count: int) -> None:
         """Convert elements at an address to the wide dtype at another."""
         out = _array(into, self.wide, count)
-        scale(self._dtype, _array(source, self._dtype, count), 1, out)
+        scale(self.dtype, _array(source, self.dtype, count), 1, out)
 
     def finish(self, source: int, into: int, count: int) -> None:
         """Convert a combination of all ranks to results; without widening, in place."""
@@ -94,7 +97,7 @@ class _Arithmetic:
         if self._averages:
             combine(ReduceOp.AVG, self.wide, [combined], combined, self._n)
         if self.widens:
-            narrow(combined, _array(into, self._dtype, count))
+            narrow(combined, _array(into, self.dtype, count))
 
 
 def _array(at: int, dtype: DType, count: int) -> Array:
@@ -108,8 +111,7 @@ def _all_reduce(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
     wide, n, mine = by.wide, len(hierarchy.here), hierarchy.me.place
     along = None
     if hierarchy.rail is not None:
-        build = mpi.build if mpi.reducible(by.op, wide) else exchange.build
-        along = build(CallKind(primitive, hierarchy.rail, by.op, wide)).run
+        along = _along(CallKind(primitive, hierarchy.rail, by.op, wide), by)
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
         at = recv + start * dtype.itemsize
@@ -118,7 +120,7 @@ def _all_reduce(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
         # The chunk is widened to scratch. This rank's share is combined there, else in the array.
         source, result = at, at + begin * dtype.itemsize
         if by.widens:
-            source = hierarchy.scratch(size * wide.itemsize)
+            source = hierarchy.scratch((size + len(hierarchy.nodes)) * wide.itemsize)
             by.widen(at, source, size)
         into = source + begin * wide.itemsize
         puts = [Put(source + s * wide.itemsize, some) for s, some in shares]
@@ -127,8 +129,7 @@ def _all_reduce(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
         call.exchange(wide, hierarchy.rails, most, puts, gets, by.op)
         call.agree()
         if along is not None and own:
-            along(None, memory_at(into, own * wide.itemsize), own, 0)
-            by.finish(into, result, own)
+            along(into, result, own)
         gets = [
             Get(r, 0, at + s * dtype.itemsize, some)
             for r, (s, some) in enumerate(shares)
@@ -138,6 +139,36 @@ def _all_reduce(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
 
     nbytes = min(hierarchy.rails * CHUNK, TOGETHER)
     return max(1, nbytes // wide.itemsize), work
+
+
+def _along(kind: CallKind, by: _Arithmetic) -> Callable[[int, int, int], None]:
+    """Return an all_reduce along a rail, given the addresses of its input and output and its count.
+
+    Of sums that were widened each rank combines and rounds a share, so that results travel narrow.
+    """
+    wide, dtype = by.wide, by.dtype
+    if by.widens:
+        chunk = exchange.OneChunk(kind)
+
+        def run(source: int, into: int, count: int) -> None:
+            block = -(-count // chunk.n)  # the last ones may end in the spare scratch memory
+            own = chunk.me * block
+            chunk.share(memory_at(source, chunk.n * block * wide.itemsize), block)
+            results = scratch(kind.group, chunk.n * block * dtype.itemsize)
+            at = results.ctypes.data
+            by.finish(source + own * wide.itemsize, at + own * dtype.itemsize, block)
+            chunk.comm.Allgather(MPI.IN_PLACE, [results, block, datatype(dtype)])
+            ctypes.memmove(into, at, count * dtype.itemsize)
+
+        return run
+    build = mpi.build if mpi.reducible(by.op, wide) else exchange.build
+    reduce = build(kind).run
+
+    def run_plain(source: int, into: int, count: int) -> None:
+        reduce(None, memory_at(source, count * wide.itemsize), count, 0)
+        by.finish(source, into, count)
+
+    return run_plain
 
 
 def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:

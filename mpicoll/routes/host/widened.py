@@ -1,5 +1,5 @@
-"""Narrow floats reduced as float32 by MPI's own all_reduce and rounded once: for groups of enough
-ranks that the messages of `exchange` cost more than moving twice the bytes.
+"""Narrow floats reduced as float32 by MPI's own all_reduce and rounded once: for nodes with many
+ranks, as `exchange` sends the elements of each of them over the node's link.
 """
 
 from __future__ import annotations

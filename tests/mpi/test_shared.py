@@ -384,17 +384,17 @@ def force_way(patch, way):
 @needs_2_ranks
 @needs_shared_memory
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["int32", "float32", "bool", "complex128"])
+@pytest.mark.parametrize("dtype", ["int32", "complex128"])
 def test_each_way_gives_the_right_results(world, mpi, monkeypatch, way, dtype):
     """Of all collectives, also with lists, and with outputs that are inputs."""
     force_way(monkeypatch, way)
     team = sharing_team(f"way {way}, {dtype}", world)
     for name in ("all_reduce", *OTHERS, "scan", "exscan"):
         row = NAMES[name]
-        for op in legal_operations(by_name[dtype])[:3] if row.reduces else [None]:
+        for op in legal_operations(by_name[dtype])[:2] if row.reduces else [None]:
             calls = [
                 Call(name, team, by_name[dtype], count, op, count % team.size)
-                for count in (1000, 4097, 40_003, 1_100_000)
+                for count in (1000, 4097, 40_003, 600_000)
             ]
             for call in calls:
                 call.run()

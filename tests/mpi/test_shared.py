@@ -20,16 +20,19 @@ from conftest import (
 )
 from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations, use_route
+from mpi4py import MPI
 
 import mpicoll as dist
 from mpicoll.core import debug_level
 from mpicoll.core.signature import encode_kind
 from mpicoll.dispatch import execute
 from mpicoll.dtypes import ReduceOp, by_name
-from mpicoll.errors import MismatchError
+from mpicoll.errors import MismatchError, MPIError
+from mpicoll.kernels.library import kernels
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import tuning
-from mpicoll.routes.host import shared, shared_segment
+from mpicoll.routes.host import mpi as mpi_route
+from mpicoll.routes.host import shared, shared_segment, ways
 
 #: Operations other than all_reduce that can use shared memory.
 OTHERS = [
@@ -358,6 +361,84 @@ def test_large_calls_on_several_threads(world, threads, monkeypatch):
                 Call(name, team, by_name["float32"], count, op, count % team.size).run()
     channels = team.group.resources.find("shared")._channels
     assert len(channels) == threads and all(channel.calls > 10 for channel in channels)
+
+
+#: By bit, as in choice.h.
+BY_MPI = 32
+WAYS = [0, 1, 2, 4, 2 | 4, 8, BY_MPI]
+
+
+def force_way(patch, way):
+    """Use one way in the first 40 calls of each kind and size class, where it is a candidate."""
+    make = ways.Ways.make
+
+    def make_forced(self, kind):
+        choices = make(self, kind)
+        for exponent in range(40):
+            kernels.choice_set(choices, 1 << exponent, way, 1)
+        return choices
+
+    patch.setattr(ways.Ways, "make", make_forced)
+
+
+@needs_2_ranks
+@needs_shared_memory
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", ["int32", "complex128"])
+def test_each_way_gives_the_right_results(world, mpi, monkeypatch, way, dtype):
+    """Of all collectives, also with lists, and with outputs that are inputs."""
+    force_way(monkeypatch, way)
+    team = sharing_team(f"way {way}, {dtype}", world)
+    for name in ("all_reduce", *OTHERS, "scan", "exscan"):
+        row = NAMES[name]
+        for op in legal_operations(by_name[dtype])[:2] if row.reduces else [None]:
+            calls = [
+                Call(name, team, by_name[dtype], count, op, count % team.size)
+                for count in (1000, 4097, 40_003, 600_000)
+            ]
+            for call in calls:
+                call.run()
+            if name == "all_reduce":
+                check_same_bits(mpi, calls)
+
+
+@needs_2_ranks
+@needs_shared_memory
+def test_mpi_does_not_add_floats(world, monkeypatch):
+    """Of two NaNs, the processor returns the first, and MPI's order differs between ranks."""
+    force_way(monkeypatch, BY_MPI)
+    team = sharing_team("not by MPI", world)
+    array = np.full(40_000, np.nan, np.float32)
+    array.view(np.uint32)[:] += 1 + team.me
+    dist.all_reduce(array, group=team.group)
+    assert {*array.view(np.uint32).tolist()} == {0x7FC00001}
+
+
+@needs_2_ranks
+@needs_shared_memory
+def test_error_of_mpi_in_a_group_that_shares_memory(world, monkeypatch):
+    """An invalid operation, in Python and then natively."""
+    force_way(monkeypatch, BY_MPI)
+    monkeypatch.setattr(mpi_route, "_mpi_operation", lambda op, dtype: MPI.OP_NULL)
+    for calls in (0, 3):
+        team = sharing_team(f"failing after {calls}", world)
+        for _ in range(calls):  # too small for MPI
+            dist.all_reduce(np.ones(10, np.int32), group=team.group)
+        with pytest.raises(MPIError, match=r"all_reduce on rank \d"):
+            dist.all_reduce(np.ones(40_000, np.int32), group=team.group)
+        dist.destroy_process_group(team.group)
+
+
+@needs_2_ranks
+@needs_shared_memory
+def test_mpi_is_not_called_if_one_rank_must_not_block_in_it(world, monkeypatch):
+    """All ranks choose other ways."""
+    force_way(monkeypatch, BY_MPI)
+    monkeypatch.setenv("MPICOLL_TESTED_CALLS", str(int(world.me == world.size - 1)))
+    team = sharing_team("one is tested", world)
+    for _ in range(5):
+        Call("all_gather", team, by_name["float32"], 20_000, None).run()
+    assert not team.group.resources.find("shared")._mpi_plans
 
 
 @needs_2_ranks

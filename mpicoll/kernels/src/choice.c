@@ -30,6 +30,11 @@ enum { MIN_BYTES = 2048 };
 
 #define NO_LIMIT SIZE_MAX
 
+/* Bounds of the sizes for which MPI's own call is tried. Below, comparing the calls first takes as
+ * long as the call. Above, MPI libraries may allocate as much memory as the arrays have, and copies
+ * from and to memory determine the time of every way. */
+enum { MPI_MIN_BYTES = 8 << 10, MPI_END_BYTES = 32 << 20 };
+
 /* The candidates: a way, the bytes from which and below which it is tried, and the bytes from which
  * it is the default, instead of the candidates above it. Measurement overrides the defaults. */
 static const struct candidate {
@@ -43,6 +48,7 @@ static const struct candidate {
     {STREAM_SLOTS | STREAM_OUT, 8 << 20, NO_LIMIT, NO_LIMIT},
     {BY_KERNEL, 16 << 10, NO_LIMIT, 512 << 10},
     {PARALLEL, 256 << 10, NO_LIMIT, 1 << 20},
+    {BY_MPI, MPI_MIN_BYTES, MPI_END_BYTES, NO_LIMIT},
 };
 enum { CANDIDATE_COUNT = sizeof candidates / sizeof *candidates, CLASS_COUNT = 40 };
 

@@ -12,7 +12,8 @@ enum {
     STREAM_SLOTS = 2, /* non-temporal stores into slots */
     STREAM_OUT = 4,   /* non-temporal stores into the result */
     BY_KERNEL = 8,    /* one copy by the kernel, see single_copy.c */
-    PARALLEL = 16     /* on several threads */
+    PARALLEL = 16,    /* on several threads */
+    BY_MPI = 32       /* one call of MPI, see mpi_calls.c */
 };
 
 struct mpicoll_choices;

@@ -83,8 +83,7 @@ static int are_adjacent(const struct mpicoll_block *blocks, size_t n, size_t nby
     return 1;
 }
 
-/* Runs a call; see lists_function in calls.c. Only lists are read block by block. Returns 1, or 0
- * without memory, or MPI's error code, which is positive, times -1. */
+/* Only the blocks of lists are read one by one. */
 EXPORT int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mpicoll_block *send,
                             const struct mpicoll_block *recv, size_t count, uint32_t root,
                             uint32_t number)

@@ -165,6 +165,7 @@ EXPORT const struct mpicoll_field mpicoll_shared_fields[] = {
 struct mpicoll_plan {
     struct mpicoll_shared *shared;
     struct mpicoll_choices *choices; /* NULL: only default ways */
+    const struct mpicoll_mpi_plan *mpi; /* plan of the same calls by MPI; NULL: not by MPI */
     uint64_t signature;         /* identifies operation, op, dtype and layout */
     double divisor;             /* of the combined result */
     size_t size;                /* bytes of a number */
@@ -186,8 +187,8 @@ struct mpicoll_plan {
 };
 
 EXPORT const struct mpicoll_field mpicoll_plan_fields[] = {
-    FIELD(mpicoll_plan, shared), FIELD(mpicoll_plan, choices), FIELD(mpicoll_plan, signature),
-    FIELD(mpicoll_plan, divisor), FIELD(mpicoll_plan, size),
+    FIELD(mpicoll_plan, shared), FIELD(mpicoll_plan, choices), FIELD(mpicoll_plan, mpi),
+    FIELD(mpicoll_plan, signature), FIELD(mpicoll_plan, divisor), FIELD(mpicoll_plan, size),
     FIELD(mpicoll_plan, numbers_per_element), FIELD(mpicoll_plan, one_shot_max_bytes),
     FIELD(mpicoll_plan, other_ways), FIELD(mpicoll_plan, format),
     FIELD(mpicoll_plan, operation), FIELD(mpicoll_plan, many_blocks), FIELD(mpicoll_plan, has_src),
@@ -1043,7 +1044,8 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
 static int allowed_ways(const struct mpicoll_plan *plan, int in_one)
 {
     return (plan->in_place ? ONE_SHOT : 0) | STREAM_SLOTS | STREAM_OUT | plan->other_ways |
-           (in_one && plan->shared->channels > 1 ? PARALLEL : 0);
+           (in_one && plan->shared->channels > 1 ? PARALLEL : 0) |
+           (in_one && plan->mpi ? BY_MPI : 0);
 }
 
 /* The collectives whose blocks all have the same size: see exchange_blocks. */
@@ -1115,18 +1117,48 @@ static void check_signals(void *argument)
         atomic_store(&call->plan->shared->first->aborted, 1);
 }
 
-/* The same on several threads. */
-static int run_divided(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
-                       size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
+/* Compares the ranks' calls before they run without slots. Returns 1 if all match. */
+static int compare_first(const struct mpicoll_plan *plan, size_t count, uint32_t root,
+                         uint32_t number, struct mpicoll_trial *trial)
 {
     struct mpicoll_shared *shared = plan->shared;
-    struct divided call = {plan, send, recv, count, root, number, 0};
 
     if (!mpicoll_trial_begin(shared, number, plan->signature | (uint64_t)root << 24, count, trial) ||
         mpicoll_trial_publish(shared, trial) <= 0)
         return 0;
     mpicoll_round_close(shared);
-    mpicoll_run_parts(run_channel, &call, shared->channels, check_signals);
+    return 1;
+}
+
+/* The same by MPI. */
+static int run_by_mpi(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
+                      size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
+{
+    const size_t n = plan->shared->n, elements = count / plan->numbers_per_element;
+    const size_t sent = plan->in_place ? 0 : plan->many_blocks ? n : 1;
+    const size_t received = plan->has_src || plan->format >= 0 ? 1 : n;
+    struct mpicoll_block from[n], into[n];
+
+    for (size_t k = 0; k < sent; k++)
+        from[k] = (struct mpicoll_block){send[k], elements};
+    for (size_t k = 0; k < received; k++)
+        into[k] = (struct mpicoll_block){recv[k], elements};
+    if (!compare_first(plan, count, root, number, trial))
+        return 0;
+    const int result = mpicoll_mpi_call(plan->mpi, from, into, elements, root, number);
+    mpicoll_trial_end(trial, 0);
+    return result;
+}
+
+/* The same on several threads. */
+static int run_divided(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
+                       size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
+{
+    struct divided call = {plan, send, recv, count, root, number, 0};
+
+    if (!compare_first(plan, count, root, number, trial))
+        return 0;
+    mpicoll_run_parts(run_channel, &call, plan->shared->channels, check_signals);
     mpicoll_trial_end(trial, 0);
     return !atomic_load(&call.failed);
 }
@@ -1144,8 +1176,10 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
     struct mpicoll_trial trial =
         mpicoll_choose(plan->choices, call_bytes(plan, count), plan->one_shot_max_bytes,
                        allowed_ways(plan, n == 1));
-    if (trial.way & PARALLEL)
+    if (trial.way == PARALLEL)
         return run_divided(plan, send, recv, count, root, number, &trial);
+    if (trial.way == BY_MPI)
+        return run_by_mpi(plan, send, recv, count, root, number, &trial);
     return run_blocks(plan, send, recv, ends, n, root, number, &trial);
 }
 

@@ -16,6 +16,7 @@
 
 struct mpicoll_shared;
 struct mpicoll_plan;
+struct mpicoll_mpi_plan;
 
 /* A block of an array, or an array of a list; arrays.h has the same. */
 struct mpicoll_block {
@@ -32,6 +33,12 @@ typedef int mpicoll_lists_function(struct mpicoll_plan *plan, const struct mpico
                                    uint32_t number);
 mpicoll_lists_function mpicoll_shared_lists, mpicoll_shared_all_to_all,
     mpicoll_shared_all_to_all_rounds;
+
+/* Runs a call by MPI; see mpi_calls.c. Returns 1; 0 without memory; or MPI's error code, which is
+ * positive, times -1. */
+int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mpicoll_block *send,
+                     const struct mpicoll_block *recv, size_t count, uint32_t root,
+                     uint32_t number);
 
 /* Returns the elements of the largest block of all ranks after NO_ROOM. */
 size_t mpicoll_largest_block(const struct mpicoll_plan *plan);

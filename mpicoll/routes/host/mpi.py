@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -26,7 +26,10 @@ from mpicoll.routes.host.lists import count_per_chunk
 from mpicoll.routes.route import Route, Serves
 from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 
-__all__ = ["CHUNK_BYTES", "ROUTE", "build", "reducible"]
+if TYPE_CHECKING:
+    from mpicoll.core.groups import ProcessGroup
+
+__all__ = ["CHUNK_BYTES", "ROUTE", "build", "can_call", "describe", "reducible"]
 
 _COMBINED = (
     ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND,
@@ -70,37 +73,17 @@ class _Collective(Implementation):
     def native_calls(self) -> Sequence[NativeCall]:
         """Return MPI's function, for counts that ``run`` also passes to MPI as a whole."""
         primitive, group, op, dtype = self._kind
-        function = _find_function(f"MPI_{primitive.mpi}")
-        if not function or kernels is None or not isinstance(group.inner, MPI.Comm):
-            return ()  # isinstance: neither serialized nor tested
+        if not can_call(group) or kernels is None:
+            return ()
         if group.compared or group.device_error is not None:
             return ()  # Python compares the calls, or checks the devices, first
-        self._plan = plan = kernels.MpiPlan(  # this object keeps it alive
-            function=function,
-            comm=_encode_handle(group.inner),
-            type=_TYPES.get(primitive.mpi, _COMBINE),
-            n=group.size(),
-            me=group.rank(),
-            lists_in=primitive.listed and primitive.many_in,
-            lists_out=primitive.listed and primitive.many_out,
-            divisor=1,
-        )
+        self._plan = plan = describe(self._kind)  # this object keeps it alive
+        if plan is None:
+            return ()
         max_count = INT_MAX
-        if dtype is not None:
-            plan.datatype, plan.size = _encode_handle(datatype(dtype)), dtype.itemsize
         if op is not None and dtype is not None:
             blocks = group.size() if primitive.many_in else 1
             max_count = min(MAX_COUNT // blocks, self._chunk // dtype.itemsize)
-            plan.op = _encode_handle(_mpi_operation(op, dtype))
-            plan.in_place = None if primitive.input else int(MPI.IN_PLACE)
-            plan.discards = not self._kind.combined
-            if op is ReduceOp.AVG:
-                loop = find_loop(op, dtype)
-                if loop is None:
-                    return ()
-                plan.format = kernels.format(loop.format.encode())
-                plan.numbers_per_element = loop.elements
-                plan.divisor = max(1, len(self._kind.combined))
         if primitive.listed:
             max_count = min(max_count, count_per_chunk(self._kind))
         address = address_of(kernels.mpi_call), ctypes.addressof(plan)
@@ -109,6 +92,42 @@ class _Collective(Implementation):
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
         """Raise the error of a failed native call."""
         raise MPI.Exception(-result) if result else MemoryError("no memory for a list of arrays")
+
+
+def can_call(group: ProcessGroup) -> bool:
+    """Return whether the C library may call MPI for a group."""
+    is_plain = isinstance(group.inner, MPI.Comm)  # neither serialized nor tested
+    return kernels is not None and is_plain and bool(_find_function("MPI_Allreduce"))
+
+
+def describe(kind: CallKind) -> Any:
+    """Return the C library's description of MPI's call; None if it cannot divide the result."""
+    assert kernels is not None
+    primitive, group, op, dtype = kind
+    plan = kernels.MpiPlan(
+        function=_find_function(f"MPI_{primitive.mpi}"),
+        comm=_encode_handle(group.inner),
+        type=_TYPES.get(primitive.mpi, _COMBINE),
+        n=group.size(),
+        me=group.rank(),
+        lists_in=primitive.listed and primitive.many_in,
+        lists_out=primitive.listed and primitive.many_out,
+        divisor=1,
+    )
+    if dtype is not None:
+        plan.datatype, plan.size = _encode_handle(datatype(dtype)), dtype.itemsize
+    if op is not None and dtype is not None:
+        plan.op = _encode_handle(_mpi_operation(op, dtype))
+        plan.in_place = None if primitive.input else int(MPI.IN_PLACE)
+        plan.discards = not kind.combined
+        if op is ReduceOp.AVG:
+            loop = find_loop(op, dtype)
+            if loop is None:
+                return None
+            plan.format = kernels.format(loop.format.encode())
+            plan.numbers_per_element = loop.elements
+            plan.divisor = max(1, len(kind.combined))
+    return plan
 
 
 #: The types of functions in mpi_calls.c by their names in mpi4py; other functions combine.

@@ -28,13 +28,14 @@ from mpicoll.core.plan import (
 )  # fmt: skip
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.core.signature import describe, encode_kind, is_comparison, is_list, parts_per_element
-from mpicoll.dtypes import ReduceOp
+from mpicoll.dtypes import Kind, ReduceOp
 from mpicoll.errors import MismatchError
 from mpicoll.failures.group_failure import fail_with_peer
 from mpicoll.failures.report import describe_by_rank
 from mpicoll.kernels.calls import COMPARE, FUSED, LISTS, take_interruption
 from mpicoll.kernels.library import address_of, kernels
 from mpicoll.kernels.reduction import find_loop
+from mpicoll.routes.host import mpi
 from mpicoll.routes.host.shared_segment import Segment, share
 from mpicoll.routes.host.ways import Ways
 from mpicoll.routes.route import (
@@ -88,7 +89,9 @@ class Shared:
         self.slot = slot
         # The C library has the addresses of both.
         self._kinds: dict[Any, Any] = {}
+        self._mpi_plans: list[Any] = []
         self.ways = Ways(kernels, group, segment.placement)
+        self._calls_mpi = segment.calls_mpi
         self._crowded = segment.processors < n
         self._crowded_beside = segment.processors < 2 * n
         # If ranks share processors, each step of a dissemination barrier may cost a time slice.
@@ -124,8 +127,9 @@ class Shared:
                 there = here if send is None else address(send)
                 function = blocks
             run = function if group.worker is None else partial(self._run, function)
-            if not run(at, there, here, count, root, group.sequence):
-                raise self.failure()
+            result = run(at, there, here, count, root, group.sequence)
+            if result <= 0:
+                raise self.failure(result)
 
         def run_fused(send: SegmentTable | None, recv: SegmentTable, count: int, root: int) -> None:
             ends = recv.ends.copy()  # the C library converts them in place
@@ -156,7 +160,7 @@ class Shared:
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
         """Raise the error of a failed native call."""
-        raise self.failure()
+        raise self.failure(result)
 
     def exchange(self, kind: CallKind, transfer: Transfer, root: int) -> None:
         """Run this rank's part of a call whose blocks may differ in size."""
@@ -176,11 +180,11 @@ class Shared:
 
     def call(self, function: Callable[..., int], *arguments: Any) -> int:
         """Run the current call by a function of the C library, whose last argument is the call
-        number; raise the error if its result is 0.
+        number; raise the error if its result is 0 or less.
         """
         result: int = self._run(function, *arguments, self._group.sequence)
-        if not result:
-            raise self.failure()
+        if result <= 0:
+            raise self.failure(result)
         return result
 
     def described(self, kind: CallKind) -> Any:
@@ -201,6 +205,7 @@ class Shared:
             choices=self.ways.make(
                 " ".join([primitive.name, dtype.name, *([op.op.name] if op else [])])
             ),
+            mpi=self._describe_mpi(kind),
             signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
@@ -215,6 +220,21 @@ class Shared:
             lazy=self._group.stride > 1,  # not if each call must be compared before it runs
             in_place=not (primitive.input or primitive.root),
         )
+
+    def _describe_mpi(self, kind: CallKind) -> int:
+        """Return the address of the description of MPI's call; 0 if it may give other bits.
+
+        Sums of floats may: of two NaNs, the processor returns the first operand, and MPI libraries
+        add in an order that differs between ranks.
+        """
+        _, group, op, dtype = kind
+        assert dtype is not None
+        same_bits = op is None or (dtype.kind is Kind.INTEGER and op is not ReduceOp.AVG)
+        # A group inside a node may have freed its communicator.
+        if not (self._calls_mpi and group.inner and same_bits and mpi.ROUTE.can_run_kind(kind)):
+            return 0
+        self._mpi_plans.append(mpi.describe(kind))  # the C library has its address
+        return ctypes.addressof(self._mpi_plans[-1])
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the C library. On the progress thread of a crowded node, spin less, so
@@ -283,8 +303,13 @@ class Shared:
         """Save the measured ways."""
         self.ways.save()
 
-    def failure(self) -> BaseException:
-        """Return the error of the last call, and fail the group or erase the call's record."""
+    def failure(self, result: int = 0) -> BaseException:
+        """Return the error of the last call, and fail the group or erase the call's record.
+
+        result: 0, or an error code of MPI times -1.
+        """
+        if result < 0:
+            return MPI.Exception(-result)
         # Signal handlers run on the main thread alone.
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and (interruption := take_interruption()) is not None:
@@ -434,7 +459,7 @@ def create(group: ProcessGroup) -> Shared | None:
     slot = min(SLOT, MAX_SEGMENT_BYTES // (_SLOTS * n)) // 64 * 64
     able = kernels is not None and not settings.SHARED_MEMORY.is_set_to("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
-    segment = share(group.tested, region, able)
+    segment = share(group.tested, region, able, mpi.can_call(group))
     return None if segment is None else Shared(group, segment, slot)
 
 

@@ -23,16 +23,18 @@ MAX_THREADS = 8
 
 class Segment(NamedTuple):
     """The memory of a segment, with a region per rank and thread, the number of processors that
-    the ranks may run on, the number of threads per rank, and the processors of each rank.
+    the ranks may run on, the number of threads per rank, the processors of each rank, and whether
+    all ranks may call MPI from C.
     """
 
     memory: mmap.mmap
     processors: int
     threads: int
     placement: str
+    calls_mpi: bool
 
 
-def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
+def share(comm: MPI.Intracomm, region: int, able: bool, calls_mpi: bool = False) -> Segment | None:
     """Return a zeroed segment with ``region`` bytes, a multiple of the page size, for each thread
     of each rank of ``comm``. All ranks call.
 
@@ -51,11 +53,12 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     name, where = control_messages.bcast(comm, (name, where), 0, tuple[str, str | None])
     if me != 0 and able and where is not None:
         file = _opened(name, where)
-    own = file is not None, region, _processors(), _thread_limit()
-    everybody = control_messages.allgather(comm, own, tuple[bool, int, set[int], int])
-    processors = len(set().union(*(each for _, _, each, _ in everybody)))
-    threads = max(1, min(processors // n, *(limit for *_, limit in everybody)))
-    able = all(has and theirs == region for has, theirs, *_ in everybody)
+    own = file is not None, region, _processors(), _thread_limit(), calls_mpi
+    everybody = control_messages.allgather(comm, own, tuple[bool, int, set[int], int, bool])
+    had, regions, places, limits, calling = zip(*everybody, strict=True)
+    processors = len(set().union(*places))
+    threads = max(1, min(processors // n, *limits))
+    able = all(had) and set(regions) == {region}
     memory, size = None, threads * region
     if file is not None:
         with suppress(OSError):
@@ -68,8 +71,8 @@ def share(comm: MPI.Intracomm, region: int, able: bool) -> Segment | None:
     comm.Allreduce(MPI.IN_PLACE, mapped, MPI.MIN)
     if not mapped[0] or memory is None:
         return None
-    placement = " ".join(format_ranges(each) for _, _, each, _ in everybody)
-    return Segment(memory, processors, threads, placement)
+    placement = " ".join(map(format_ranges, places))
+    return Segment(memory, processors, threads, placement, all(calling))
 
 
 def _mapped(file: int, size: int) -> mmap.mmap:

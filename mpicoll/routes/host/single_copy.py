@@ -70,7 +70,7 @@ class SingleCopy:
 
     def finish(self, result: int, send: Any, recv: Any, extent: Extent) -> None:
         """Raise the error of a failed native call."""
-        raise self.memory.failure()
+        raise self.memory.failure(result)
 
 
 # --- whether it is allowed ----------------------------------------------------------------------

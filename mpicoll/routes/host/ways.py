@@ -32,6 +32,7 @@ _NAMES = {
     4: "result past caches",
     8: "copy by the kernel",
     16: "threads",
+    32: "MPI",
 }
 _CLASS_COUNT = 40
 #: Maximum size of a file, which is sent to all ranks.

@@ -23,7 +23,7 @@ from report import DOCS, fill_page, table
 
 from mpicoll.output import format_bytes
 from mpicoll.routes import space
-from mpicoll.routes.host import hierarchical, hierarchy, mpi, shared
+from mpicoll.routes.host import hierarchical, hierarchy, shared
 from mpicoll.routes.tuning import Steps, Table, eligible_routes, route_at
 
 # --- rates ----------------------------------------------------------------------------------------
@@ -297,13 +297,8 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
     narrow = plain != kind  # of bfloat16
     byte, factor = (NARROWED, 2) if narrow else (REDUCED, 1)
     q = place.each
-    pieces = ceil(m / mpi.CHUNK_BYTES)
-    piece = m / pieces
     ways: dict[str, Callable[[], float]] = {
         "mpi": lambda: best(plain, place, m, m),
-        "mpi_chunked": lambda: (
-            pieces * (best(plain, place, piece, piece) + moved(piece, COPIED, m, q))
-        ),
         "exchange": lambda: by_exchange(plain, place, m, byte),
         "widened": lambda: (
             PYTHON + best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q)

@@ -269,7 +269,7 @@ def test_host_routes_are_measured(ended: Ended) -> None:
         found[result["primitive"], result["type"]] = names
     shared = {"shared"} & set(ended.out.split())
     moved = shared | {"single_copy"} & set(ended.out.split())
-    assert found["all_reduce", "float32"] == {"mpi", "mpi_chunked", "exchange"} | shared
+    assert found["all_reduce", "float32"] == {"mpi", "exchange"} | shared
     assert found["all_reduce", "bfloat16"] == {"exchange", "widened"} | shared
     assert found["broadcast", "float32"] == {"mpi"} | moved
     assert found["all_to_all_single", "float32"] == {"exchange"} | moved

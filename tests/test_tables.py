@@ -45,8 +45,8 @@ def test_defaults_are_complete_and_valid_in_a_file():
     [
         ("broadcast", "node", "mpi single_copy shared"),
         ("broadcast", "apart", "mpi"),
-        ("all_reduce", "node", "mpi mpi_chunked exchange shared"),
-        ("all_reduce", "nodes", "mpi mpi_chunked exchange hierarchical"),
+        ("all_reduce", "node", "mpi exchange shared"),
+        ("all_reduce", "nodes", "mpi exchange hierarchical"),
         ("all_reduce of others", "apart", "exchange widened"),
         ("reduce_scatter of others", "node", "exchange shared"),
         ("gather", "nodes", "mpi"),
@@ -92,14 +92,14 @@ def test_row_of_the_nearest_number_of_ranks_by_ratio(ranks, measured, nearest):
 def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
     text = stepping([[0, "default"], [512, "mpi"], [4096, "default"], [1 << 20, "mpi"],
                      [1 << 23, "default"]])  # fmt: skip
-    later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "mpi_chunked"))
+    later = ((0, "shared"), (64, "exchange"), (8192, "shared"), (1 << 22, "hierarchical"))
     apart = ((0, "exchange"), (8, "mpi"))
     row = {"node": later, "nodes": apart, "apart": apart}
     monkeypatch.setattr(tuning, "_DEFAULTS", {2: {"all_reduce": row}})
     table = tuning_files.build_table("/a/file.json", text)
     assert table.row("all_reduce", 5) == row | {
         "node": ((0, "shared"), (64, "exchange"), (512, "mpi"), (4096, "exchange"),
-                 (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "mpi_chunked"))
+                 (8192, "shared"), (1 << 20, "mpi"), (1 << 23, "hierarchical"))
     }  # fmt: skip
     other = Table({2: {"all_reduce": {"apart": ((0, "default"),)}}})
     assert other.row("all_reduce", 2) == row
@@ -118,7 +118,7 @@ def test_route_default_uses_the_defaults_of_the_reading_version(monkeypatch):
         (stepping([["0", "mpi"]]), "expected [BYTES, ROUTE], got ['0', 'mpi']"),
         ('{"ranks": {"2": {"gather": {"node": [[0, "mpi"], [Infinity, "shared"]]}}}}', "got [inf"),
         (stepping([[0, "mpl"]]),
-         "expected one of mpi, mpi_chunked, exchange, shared, default, got 'mpl'"),
+         "expected one of mpi, exchange, shared, default, got 'mpl'"),
         ('{"ranks": {"2": {"all_reduce of others": {"apart": [[0, "mpi"]]}}}}',
          "all_reduce of others: apart: expected one of exchange, widened, default, got 'mpi'"),
     ],

@@ -57,7 +57,7 @@ def test_unavailable_routes_are_ignored():
     """A step to an unavailable route extends the previous step."""
     before = ((0, "mpi"), (64, "shared"), (256, "exchange"))
     assert choose_steps(figures(mpi=FLAT, exchange=FLAT), before) == ((0, "mpi"), (256, "exchange"))
-    assert choose_steps(figures(mpi_chunked=FLAT, hierarchical=[9.0] * 11), before) == (
+    assert choose_steps(figures(widened=FLAT, hierarchical=[9.0] * 11), before) == (
         (0, "hierarchical"),
     )
 

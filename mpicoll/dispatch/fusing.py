@@ -33,8 +33,6 @@ from mpicoll.primitives import Layout, Primitive
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["CHUNK", "SMALL", "Entries", "batches"]
-
 #: Bytes of the larger side of a call up to which it is packed with others.
 SMALL = 16 * 1024
 #: The most bytes of the larger side of a packed call.

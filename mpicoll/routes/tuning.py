@@ -54,9 +54,7 @@ _MOVED: Steps = ((0, "shared"), (16 * _KIB, "single_copy"))
 #: PyPI, without a difference. Other placements: from the cost model (docs/model.md).
 _FEW: Rows = {
     "broadcast": _row(_MOVED, _MPI, _MPI),
-    "all_reduce": _row(
-        _SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), ((0, "mpi"), (8 * _MIB, "mpi_chunked"))
-    ),
+    "all_reduce": _row(_SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), _MPI),
     "all_reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),

@@ -35,10 +35,6 @@ from mpicoll.torch.windows import TorchWindow
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
 
-__all__ = [
-    "HAS_PYTHON_BACKENDS", "SUCCESS", "BackedGroup", "TorchBackend", "TorchGroup", "build_group",
-]  # fmt: skip
-
 
 C: Any = torch._C._distributed_c10d  # untyped, because the stubs depend on the installed torch
 

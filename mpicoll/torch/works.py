@@ -17,8 +17,6 @@ from mpicoll.core.groups import ProcessGroup
 from mpicoll.torch.internals import disable_compile
 from mpicoll.torch.options import MAX_TIMEOUT_S
 
-__all__ = ["CompletedWork", "Outputs", "PendingWork", "ReceiveWork", "flatten", "join_works"]
-
 #: A tensor, a list of tensors, nested lists, or None.
 Outputs: TypeAlias = "Tensor | Sequence[Outputs] | None"
 

@@ -26,6 +26,7 @@ import mpicoll as dist
 from mpicoll.dtypes import OPERATIONS, Kind, ReduceOp, by_name
 from mpicoll.routes import wire
 from mpicoll.routes.host import mpi as native
+from mpicoll.routes.host import widened
 from mpicoll.routes.space import Host
 
 SMALL = [0, 1, 7, 1000]
@@ -127,7 +128,7 @@ def cut(apart, new_team, monkeypatch):
     """A group with small chunk sizes, so that short messages are split."""
     monkeypatch.setattr(Host, "small", 0)
     monkeypatch.setattr(Host, "chunk", 64)  # bytes
-    monkeypatch.setattr(native, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(native, "MAX_COUNT", 50)
     for module in (native, wire):
         monkeypatch.setattr(module, "INT_MAX", 60)  # longer messages use a derived datatype
     return new_team("cut")
@@ -196,7 +197,7 @@ def test_premul_sum_of_narrow_floats_adds_in_rank_order(new_team, monkeypatch, n
 @by_dtype
 def test_narrow_floats_are_widened_to_float32_for_mpi(apart, new_team, mpi, monkeypatch, dtype):
     """Other dtypes use exchange. Chunks have a few elements."""
-    monkeypatch.setattr(native, "CHUNK_BYTES", 52)
+    monkeypatch.setattr(widened, "CHUNK_BYTES", 52)
     use_route(monkeypatch, "widened", "apart", ["all_reduce of others"])
     team = new_team("widened")
     calls = [

@@ -28,7 +28,7 @@ from mpicoll.routes.host.mpi import reducible
     ("text", "words"),
     [
         ("{", "not a tuning table"),
-        ('{"ranks": {"2": {"gather": {"node": [[0, "mpi_chunked"]]}}}}', "got 'mpi_chunked'"),
+        ('{"ranks": {"2": {"gather": {"node": [[0, "exchange"]]}}}}', "got 'exchange'"),
         (None, "cannot be read"),
     ],
 )

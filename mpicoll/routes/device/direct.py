@@ -14,8 +14,6 @@ from mpicoll.routes.route import EXCHANGES, Needs, Policy, Route, Serves, has_lo
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE"]
-
 
 def _build(kind: CallKind, agreement: Agreement) -> Implementation:
     run = algorithms.build(kind, agreement.space)

@@ -9,10 +9,6 @@ from mpicoll.cuda.capabilities import Capabilities, find_nodes
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.routes import registry
 
-__all__ = [
-    "FORCED", "describe_missing", "describe_routes", "eligible_routes", "forced_route", "with_used",
-]  # fmt: skip
-
 #: The variable that forces a device route.
 FORCED = settings.DEVICE_ROUTE.name
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from mpicoll.core.plan import CallKind, Extent
 
-__all__ = ["RECV", "SEND", "Job", "Part", "jobs_of"]
-
 #: The sides of a call: the input and the output array of a rank. Calls in place have only RECV.
 SEND, RECV = 0, 1
 

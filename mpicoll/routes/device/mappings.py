@@ -19,8 +19,6 @@ from functools import partial
 from mpicoll.cuda.runtime import Allocation, Event, Memory
 from mpicoll.cuda.streams import DeviceContext, poll_until
 
-__all__ = ["BLOCK", "Mappings", "open_memory"]
-
 #: Size in bytes of the driver's blocks. Small allocations share a block, and opening one of them
 #: maps the whole block.
 BLOCK = 2 * 1024 * 1024

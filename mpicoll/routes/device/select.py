@@ -26,8 +26,6 @@ from mpicoll.routes.route import Route
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["Agreement", "DeviceImplementation", "agree"]
-
 
 class Agreement:
     """The device routes that the ranks of a group have agreed on.

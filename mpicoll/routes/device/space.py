@@ -14,8 +14,6 @@ from mpicoll.kernels.reduction import find_loop
 from mpicoll.primitives import Layout
 from mpicoll.routes.space import Space
 
-__all__ = ["Alone", "DeviceSpace", "for_mpi", "on_home_device"]
-
 #: See Space. A wait for the device is slow, and copies are fast: more at a time than on hosts.
 SMALL, CHUNK, STACK = 128 * 1024, 4 * 1024 * 1024, 64 * 1024 * 1024
 

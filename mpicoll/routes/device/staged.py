@@ -20,8 +20,6 @@ from mpicoll.routes.route import Policy, Route, Serves
 if TYPE_CHECKING:
     from mpicoll.routes.device.select import Agreement
 
-__all__ = ["ROUTE"]
-
 #: Size of a chunk in bytes, with both sides and all ranks' blocks. Two chunks are in flight.
 CHUNK = 8 * 1024 * 1024
 _LINE = 64

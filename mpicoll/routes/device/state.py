@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
     from mpicoll.routes.device.select import Agreement
 
-__all__ = [
-    "RELEASE_TIMEOUT_S", "RouteState", "Unavailable", "exception_of", "on_all_ranks",
-    "share_pages", "signature_of", "timed_barrier",
-]  # fmt: skip
-
 #: Seconds to wait for the other ranks to close their mappings when negotiation fails.
 RELEASE_TIMEOUT_S = 60.0
 #: Tag of the barrier's messages: above the tags of routes, below those of new groups.

@@ -161,7 +161,7 @@ def _along(kind: CallKind, by: _Arithmetic) -> Callable[[int, int, int], None]:
             ctypes.memmove(into, at, count * dtype.itemsize)
 
         return run
-    build = mpi.build if mpi.reducible(by.op, wide) else exchange.build
+    build = mpi.Collective if mpi.reducible(by.op, wide) else exchange.build
     reduce = build(kind).run
 
     def run_plain(source: int, into: int, count: int) -> None:

@@ -29,8 +29,6 @@ from mpicoll.routes.wire import INT_MAX, datatype, message, operation
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["CHUNK_BYTES", "ROUTE", "build", "can_call", "describe", "reducible"]
-
 _COMBINED = (
     ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND,
     ReduceOp.BOR, ReduceOp.BXOR,
@@ -39,8 +37,6 @@ _COMBINED = (
 #: Maximum number of elements of one MPI reduction. A C int holds the count, and MPI libraries may
 #: compute sizes in bytes from it.
 MAX_COUNT = 2**28
-#: Size in bytes of a chunk of a large reduction, which stays in the caches between MPI's steps.
-CHUNK_BYTES = 2 * 1024 * 1024
 
 
 def reducible(op: ReduceOp, dtype: DType) -> bool:
@@ -58,17 +54,12 @@ def reducible(op: ReduceOp, dtype: DType) -> bool:
     return not (dtype.kind is Kind.FLOAT and op in (ReduceOp.MIN, ReduceOp.MAX))
 
 
-def build(kind: CallKind, chunk: int = MAX_COUNT * 16) -> Implementation:
-    """Return the implementation by MPI. chunk: size in bytes of a chunk of in-place reductions."""
-    return _Collective(kind, chunk)
-
-
-class _Collective(Implementation):
+class Collective(Implementation):
     """A collective of MPI; natively one call of MPI's function."""
 
-    def __init__(self, kind: CallKind, chunk: int) -> None:
-        super().__init__(_BUILDERS[kind.primitive.name](kind, chunk))
-        self._kind, self._chunk = kind, chunk
+    def __init__(self, kind: CallKind) -> None:
+        super().__init__(_BUILDERS[kind.primitive.name](kind))
+        self._kind = kind
 
     def native_calls(self) -> Sequence[NativeCall]:
         """Return MPI's function, for counts that ``run`` also passes to MPI as a whole."""
@@ -83,7 +74,7 @@ class _Collective(Implementation):
         max_count = INT_MAX
         if op is not None and dtype is not None:
             blocks = group.size() if primitive.many_in else 1
-            max_count = min(MAX_COUNT // blocks, self._chunk // dtype.itemsize)
+            max_count = MAX_COUNT // blocks
         if primitive.listed:
             max_count = min(max_count, count_per_chunk(self._kind))
         address = address_of(kernels.mpi_call), ctypes.addressof(plan)
@@ -155,7 +146,7 @@ def _find_function(name: str) -> int:
 # --- moves --------------------------------------------------------------------------------------
 
 
-def _broadcast(kind: CallKind, chunk: int) -> Run:
+def _broadcast(kind: CallKind) -> Run:
     """Build MPI_Bcast (MPI-4.1 section 6.4)."""
     dtype = _dtype(kind)
     bcast, element = kind.group.inner.Bcast, datatype(dtype)
@@ -169,7 +160,7 @@ def _broadcast(kind: CallKind, chunk: int) -> Run:
     return broadcast
 
 
-def _all_gather(kind: CallKind, chunk: int) -> Run:
+def _all_gather(kind: CallKind) -> Run:
     """Build MPI_Allgather, or MPI_Allgatherv for blocks that differ (MPI-4.1 section 6.7)."""
     dtype, comm, me = _dtype(kind), kind.group.inner, kind.group.rank()
     allgather, element = comm.Allgather, datatype(dtype)
@@ -198,7 +189,7 @@ def _all_gather(kind: CallKind, chunk: int) -> Run:
     return all_gather_any if kind.primitive.listed else all_gather
 
 
-def _rooted(kind: CallKind, chunk: int) -> Run:
+def _rooted(kind: CallKind) -> Run:
     """Build MPI_Gather or MPI_Scatter (MPI-4.1 sections 6.5 and 6.6)."""
     dtype, comm = _dtype(kind), kind.group.inner
     call = comm.Gather if kind.primitive.name == "gather" else comm.Scatter
@@ -210,7 +201,7 @@ def _rooted(kind: CallKind, chunk: int) -> Run:
     return rooted
 
 
-def _barrier(kind: CallKind, chunk: int) -> Run:
+def _barrier(kind: CallKind) -> Run:
     """Build MPI_Barrier (MPI-4.1 section 6.3)."""
     group, comm_barrier = kind.group, kind.group.inner.Barrier
 
@@ -224,36 +215,35 @@ def _barrier(kind: CallKind, chunk: int) -> Run:
 # --- reductions ---------------------------------------------------------------------------------
 
 
-def _all_reduce(kind: CallKind, chunk: int) -> Run:
+def _all_reduce(kind: CallKind) -> Run:
     """Build MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
     dtype, op = _dtype(kind), _op(kind)
     reduce_all, n = kind.group.inner.Allreduce, kind.group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     in_place, averages = MPI.IN_PLACE, op is ReduceOp.AVG
-    step = min(MAX_COUNT, chunk // dtype.itemsize)
 
     def all_reduce(send: None, recv: Buffer, count: int, root: int) -> None:
-        if count <= step:
+        if count <= MAX_COUNT:
             reduce_all(in_place, [recv, count, element], combined)
         else:
-            for start in range(0, count, step):
-                reduce_all(in_place, [recv, min(step, count - start), start, element], combined)
+            for start in range(0, count, MAX_COUNT):
+                size = min(MAX_COUNT, count - start)
+                reduce_all(in_place, [recv, size, start, element], combined)
         if averages:
             _divide(recv, count, dtype, n)
 
     return all_reduce
 
 
-def _reduce(kind: CallKind, chunk: int) -> Run:
+def _reduce(kind: CallKind) -> Run:
     """Build MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
     dtype, op, group = _dtype(kind), _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
-    step = min(MAX_COUNT, chunk // dtype.itemsize)
 
     def reduce(send: None, recv: Buffer, count: int, root: int) -> None:
-        for start in range(0, max(count, 1), step):
-            part = [recv, min(step, count - start), start, element]
+        for start in range(0, max(count, 1), MAX_COUNT):
+            part = [recv, min(MAX_COUNT, count - start), start, element]
             if me == root:
                 comm.Reduce(MPI.IN_PLACE, part, combined, root)
             else:
@@ -264,7 +254,7 @@ def _reduce(kind: CallKind, chunk: int) -> Run:
     return reduce
 
 
-def _reduce_scatter(kind: CallKind, chunk: int) -> Run:
+def _reduce_scatter(kind: CallKind) -> Run:
     """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1), or MPI_Reduce for each block if
     there are more than MAX_COUNT elements in total.
     """
@@ -290,7 +280,7 @@ def _reduce_scatter(kind: CallKind, chunk: int) -> Run:
     return reduce_scatter
 
 
-def _prefix(kind: CallKind, chunk: int) -> Run:
+def _prefix(kind: CallKind) -> Run:
     """Build MPI_Scan or MPI_Exscan (MPI-4.1 section 6.11)."""
     dtype, op, comm, before = _dtype(kind), _op(kind), kind.group.inner, kind.combined
     call = comm.Scan if kind.primitive.name == "scan" else comm.Exscan
@@ -334,7 +324,7 @@ def _op(kind: CallKind) -> ReduceOp:
     return kind.op
 
 
-_BUILDERS: dict[str, Callable[[CallKind, int], Run]] = {
+_BUILDERS: dict[str, Callable[[CallKind], Run]] = {
     "broadcast": _broadcast,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
@@ -353,5 +343,5 @@ ROUTE = Route(
     __name__,
     "MPI",
     Serves(tuple(_BUILDERS), combines=reducible, uneven=("all_gather",)),
-    build,
+    Collective,
 )

@@ -6,7 +6,6 @@ from mpicoll.routes.host import (
     exchange,
     hierarchical,
     mpi,
-    mpi_chunked,
     shared,
     single_copy,
     widened,
@@ -16,5 +15,5 @@ from mpicoll.routes.route import Route
 #: Host routes by name.
 HOST: dict[str, Route] = {
     module.ROUTE.name: module.ROUTE
-    for module in (mpi, mpi_chunked, exchange, widened, single_copy, shared, hierarchical)
+    for module in (mpi, exchange, widened, single_copy, shared, hierarchical)
 }

@@ -64,7 +64,7 @@ class _Barrier(Wrapper):
     """A barrier; natively, the comparison of the ranks' calls, which waits for all ranks."""
 
     def __init__(self, kind: CallKind) -> None:
-        inner = mpi.build(kind)
+        inner = mpi.Collective(kind)
         super().__init__(inner, inner.run)
         self._group = kind.group
 

@@ -54,8 +54,6 @@ from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-__all__ = ["ROUTE", "Exchange", "Native", "Shared", "blocks_of_call", "create", "get_or_create"]
-
 #: Maximum size in bytes of a slot, which is the data of a round, and of all ranks' slots.
 SLOT, MAX_SEGMENT_BYTES = 256 * 1024, 48 * 1024 * 1024
 #: Maximum number of ranks that share memory. shared.c stores a rank in 8 bits.

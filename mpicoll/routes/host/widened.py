@@ -14,6 +14,9 @@ from mpicoll.routes.host import mpi
 from mpicoll.routes.route import Route, Serves
 from mpicoll.routes.wire import scratch
 
+#: Size in bytes of a chunk in float32, which stays in the caches between the steps.
+CHUNK_BYTES = 2 * 1024 * 1024
+
 _FLOAT32 = by_name["float32"]
 
 
@@ -26,8 +29,8 @@ def _build(kind: CallKind) -> Implementation:
     """Build MPI_Allreduce of float32, a chunk at a time."""
     group, dtype = kind.group, kind.dtype
     assert dtype is not None
-    wide_sum = mpi.build(kind._replace(dtype=_FLOAT32)).run
-    step = mpi.CHUNK_BYTES // _FLOAT32.itemsize
+    wide_sum = mpi.Collective(kind._replace(dtype=_FLOAT32)).run
+    step = CHUNK_BYTES // _FLOAT32.itemsize
 
     def widened(send: None, recv: Buffer, count: int, root: int) -> None:
         if not count:

@@ -8,6 +8,7 @@
  * kernels_test            runs every check; exit code 1 at the first failure */
 
 #include "choice.c" /* these also for their private structures */
+#include "mpi_calls.c"
 #include "shared.c"
 
 #include <pthread.h>
@@ -500,6 +501,26 @@ static void choose_ways(void)
     free(choices);
 }
 
+/* ---- Calls of MPI ----------------------------------------------------------------------------- */
+
+static int write_result(const void *send, void *recv, int count, void *type, void *op, void *comm)
+{
+    (void)type, (void)op, (void)comm;
+    memcpy(recv, send, (size_t)count * sizeof(float));
+    return 0;
+}
+
+/* An undefined result, as of the first rank's exscan, does not reach the output. */
+static void discard_result(void)
+{
+    float given[] = {1, 2}, kept[] = {5, 6};
+    const struct mpicoll_block send = {(char *)given, 2}, recv = {(char *)kept, 2};
+    const struct mpicoll_mpi_plan plan = {
+        .function = write_result, .type = COMBINE, .size = 4, .divisor = 4, .discards = 1};
+
+    CHECK(mpicoll_mpi_call(&plan, &send, &recv, 2, 0, 0) == 1 && kept[0] == 5 && kept[1] == 6);
+}
+
 /* ---- The timeout of MPI_Init ------------------------------------------------------------------ */
 
 /* Neither a long text nor a large number of ranks overflows the buffer. */
@@ -537,6 +558,7 @@ int main(void)
 
     alarm(LIMIT_SECONDS); /* a deadlock */
     choose_ways();
+    discard_result();
     limit();
     for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k++) {
         const uint32_t n = sizes[k];
@@ -552,6 +574,6 @@ int main(void)
     run_ranks(3, 3, 65536, run_large);
     run_ranks(3, 3, 4096, run_left);
     run_ranks(7, 0, 4096, run_left);
-    puts("threads as ranks, the time limit: passed");
+    puts("threads as ranks, calls of MPI, the time limit: passed");
     return 0;
 }

@@ -111,7 +111,7 @@ def run_threads(name: str, flags: list[str]) -> None:
     """Build kernels_test.c with a sanitizer and run it."""
     program = BUILD / f"kernels_test-{name}"
     sources = [Path(__file__).parent / "kernels_test.c"]
-    included = ("choice.c", "shared.c", "calls.c")
+    included = ("choice.c", "mpi_calls.c", "shared.c", "calls.c")
     sources += sorted({*SOURCES.glob("*.c")} - {SOURCES / name for name in included})
     warnings = ["-Wall", "-Wextra", "-Werror"]
     run([*COMPILER, *FLAGS, "-O1", *warnings, *flags, "-pthread", f"-I{SOURCES}",

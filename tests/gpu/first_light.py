@@ -59,14 +59,6 @@ def check_versions() -> str:
     )
 
 
-def check_pushed_context() -> str:
-    """CuPy's runtime library follows the driver's context. One GPU shows little."""
-    last = cuda.count() - 1
-    with cuda.on(last):
-        assert cupy.cuda.runtime.getDevice() == last
-    return ""
-
-
 def check_memory_attributes() -> str:
     """The driver reports base, size and kind of memory."""
     large, small = cupy.cuda.Memory(3 << 20), cupy.cuda.Memory(512)

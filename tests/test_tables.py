@@ -40,22 +40,6 @@ def test_defaults_are_complete_and_valid_in_a_file():
     assert table.describe() == "the defaults"
 
 
-@pytest.mark.parametrize(
-    ("kind", "place", "routes"),
-    [
-        ("broadcast", "node", "mpi single_copy shared"),
-        ("broadcast", "apart", "mpi"),
-        ("all_reduce", "node", "mpi exchange shared"),
-        ("all_reduce", "nodes", "mpi exchange hierarchical"),
-        ("all_reduce of others", "apart", "exchange widened"),
-        ("reduce_scatter of others", "node", "exchange shared"),
-        ("gather", "nodes", "mpi"),
-    ],
-)
-def test_eligible_routes(kind, place, routes):
-    assert tuning.eligible_routes(kind, place) == tuple(routes.split())
-
-
 def test_kinds_without_a_row():
     """On a node: shared memory, or single_copy for large data. Elsewhere: MPI, or exchange."""
     table = Table()

@@ -1,4 +1,4 @@
-"""Functions of CUDA's math library and of CuPy on the emulated device, compared with NumPy.
+"""Functions of CuPy on the emulated device, compared with NumPy.
 
 Run it with `make test-gpu-emulated`, or after build.py with the variables of its env.sh.
 """
@@ -16,18 +16,6 @@ if not os.environ.get("EMULATED_GPU_CACHE"):
     pytest.skip("run it with make test-gpu-emulated", allow_module_level=True)
 cupy = pytest.importorskip("cupy")
 
-FLOATS = {"f4": 1e-5, "f8": 1e-12}
-#: Names in CUDA C, and the names in NumPy that differ.
-UNARY = (
-    "sin cos tan asin atan sinh tanh exp exp2 expm1 log log2 log10 log1p sqrt cbrt floor ceil rint"
-)
-BINARY = "pow fmod fmax fmin atan2 hypot copysign nextafter"
-NUMPY_NAMES = {"asin": "arcsin", "atan": "arctan", "pow": "power", "atan2": "arctan2"}
-KERNEL = """
-extern "C" __global__ void {name}_{dtype}(const {type}* a, const {type}* b, {type}* found) {{
-    found[threadIdx.x] = {name}({arguments});
-}}
-"""
 COUNT = 300
 
 
@@ -36,45 +24,14 @@ def check(function: Callable[..., Any], *arrays: Any, rtol: float = 1e-6) -> Non
     with np.errstate(all="ignore"):
         expected = np.asarray(function(np, *arrays))
     got = cupy.asnumpy(function(cupy, *map(cupy.asarray, arrays)))
-    kind = "c16" if expected.dtype.kind == "c" else "f8"
-    np.testing.assert_allclose(got.astype(kind), expected.astype(kind), rtol, rtol)
+    np.testing.assert_allclose(got.astype("f8"), expected.astype("f8"), rtol, rtol)
 
 
-def numbers(dtype: str, place: int = 0) -> Any:
-    random = np.random.default_rng(place)
+def numbers(dtype: str) -> Any:
+    random = np.random.default_rng(0)
     if dtype[0] == "f":
-        return (random.random(COUNT) * 3 + 0.1 - place).astype(dtype)
-    if dtype[0] == "c":
-        return (random.random(COUNT) + 1j * random.random(COUNT)).astype(dtype)
+        return (random.random(COUNT) * 3 + 0.1).astype(dtype)
     return random.integers(1, 20, COUNT).astype(dtype)
-
-
-@pytest.fixture(scope="module")
-def math_library() -> Any:
-    """One module with a kernel for each function and dtype, because compilation takes the time."""
-    text = "".join(
-        KERNEL.format(name=name, dtype=dtype, type=type, arguments=arguments)
-        for names, arguments in (
-            (UNARY, "a[threadIdx.x]"), (BINARY, "a[threadIdx.x], b[threadIdx.x]")
-        )
-        for name in names.split()
-        for dtype, type in (("f4", "float"), ("f8", "double"))
-    )  # fmt: skip
-    return cupy.RawModule(code=text)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", [*UNARY.split(), *BINARY.split()])
-def test_math_library(math_library, name, dtype):
-    a, b = numbers(dtype), numbers(dtype, 1)
-    found = cupy.empty(COUNT, dtype)
-    kernel = math_library.get_function(f"{name}_{dtype}")
-    kernel((1,), (COUNT,), (cupy.asarray(a), cupy.asarray(b), found))
-    operands = (a, b) if name in BINARY.split() else (a,)
-    with np.errstate(all="ignore"):
-        expected = getattr(np, NUMPY_NAMES.get(name, name))(*operands)
-    rtol = 10 * FLOATS[dtype]
-    np.testing.assert_allclose(cupy.asnumpy(found), expected, rtol, rtol)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +44,7 @@ def test_math_library(math_library, name, dtype):
 def test_functions_of_two_arrays(names, dtypes):
     for name in names.split():
         for dtype in dtypes.split():
-            arrays = numbers(dtype, 0), numbers(dtype, 0)[::-1].copy()
+            arrays = numbers(dtype), numbers(dtype)[::-1].copy()
             rtol = 1e-2 if dtype == "f2" else 1e-6
             check(lambda module, a, b, name=name: getattr(module, name)(a, b), *arrays, rtol=rtol)
 
@@ -97,11 +54,6 @@ def test_functions_of_two_arrays(names, dtypes):
 def test_reductions(name, dtype):
     rtol = {"f2": 0.3, "f4": 3e-4}.get(dtype, 1e-9)
     check(lambda module, a: getattr(module, name)(a), numbers(dtype), rtol=rtol)
-
-
-@pytest.mark.parametrize("name", ["exp", "sqrt", "absolute", "conj"])
-def test_functions_of_complex_numbers(name):
-    check(lambda module, a: getattr(module, name)(a), numbers("c8"), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i4", "u8"])

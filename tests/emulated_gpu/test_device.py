@@ -249,15 +249,6 @@ def test_kernel_that_polls_memory_starts_unasked():
     assert host[0] == 5
 
 
-def test_kernel_that_polls_memory_runs_beside_other_streams():
-    flag, seen, first, second = zeros(1), zeros(1), new_stream(), new_stream()
-    with first:
-        wait((1,), (1,), (flag, np.int32(5), seen))
-    enqueue_fill(flag, 5, second)
-    second.synchronize()
-    first.synchronize()
-
-
 @pytest.mark.parametrize(
     ("allocate_source", "expected"),
     [(lambda: np.zeros(N, np.int32), 7), (lambda: pinned(), 8)],

@@ -522,18 +522,3 @@ def test_function_attributes(driver):
         assert value.value == expected
     driver.check(driver.library.cuFuncGetAttribute(ctypes.byref(value), 4, function))
     assert 16 <= value.value <= 255
-
-
-def test_two_processes_compile_once(tmp_path):
-    """The second process finds the module of the first in the cache."""
-    text = f"// {os.urandom(8).hex()}\n" + BEGIN + "mov.u32 %t9, 1;" + END
-    program = f"""
-import sys
-sys.path.insert(0, {str(HERE)!r})
-import test_ptx
-test_ptx.Driver().load({text!r})
-"""
-    variables = os.environ | {"EMULATED_GPU_CACHE": str(tmp_path)}
-    ranks = [subprocess.Popen([sys.executable, "-c", program], env=variables) for _ in range(3)]
-    assert [rank.wait() for rank in ranks] == [0, 0, 0]
-    assert len([*tmp_path.glob("*.so")]) == len([*tmp_path.glob("*.c")]) == 1

@@ -20,7 +20,6 @@ import cupy
 import numpy as np
 
 from mpicoll.cuda import runtime
-from mpicoll.cuda.runtime import StridedMemory
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.kernels.peers import HEADER, Collective, Peers
 from mpicoll.kernels.reduction import find_loop
@@ -45,11 +44,6 @@ def ready_stream() -> int:
     return cuda.create_stream(0)
 
 
-def double(array: cupy.ndarray, stream: int) -> None:
-    """Enqueue a kernel of mpicoll that adds an array to itself."""
-    cuda.combine(0, SUM, [array.data.ptr] * 2, [array.data.ptr], array.size, 1.0, stream)
-
-
 def float_array(address: int, count: int, owner: object) -> cupy.ndarray:
     """Return a CuPy array of device memory that ``owner`` keeps."""
     memory = cupy.cuda.UnownedMemory(address, 4 * count, owner, 0)
@@ -63,14 +57,6 @@ def check_versions() -> str:
         f"{cuda.count()} x {cuda.name(0)}, {cuda.identity(0)}, sm_{kind}, "
         f"{cuda.multiprocessors(0)} multiprocessors; {cuda.driver_version()}"
     )
-
-
-def check_pushed_context() -> str:
-    """CuPy's runtime library follows the driver's context. One GPU shows little."""
-    last = cuda.count() - 1
-    with cuda.on(last):
-        assert cupy.cuda.runtime.getDevice() == last
-    return ""
 
 
 def check_memory_attributes() -> str:
@@ -99,44 +85,6 @@ def check_kernel() -> str:
     finish(stream)
     assert (out.get() == (np.arange(1003) + 1) / 2).all(), out
     return f"compiled in {seconds:.2f} s"
-
-
-def check_subnormals() -> str:
-    """CuPy's option -ftz does not flush subnormal numbers in sums."""
-    numbers = np.array([1e-45, 1e-40, np.nan, np.inf, -0.0], "f4")
-    array = cupy.asarray(numbers)
-    stream = ready_stream()
-    double(array, stream)
-    finish(stream)
-    np.testing.assert_array_equal(array.get(), numbers + numbers)
-    return ""
-
-
-def check_current_stream() -> str:
-    """A call of mpicoll does not change the stream that Stream.use() has set."""
-    array, other = cupy.ones(4, "f4"), cupy.ones(4, "f4")
-    stream, used = ready_stream(), cupy.cuda.Stream(non_blocking=True)
-    used.use()
-    try:
-        double(array, stream)
-        assert cupy.cuda.get_current_stream() == used, "a kernel has changed it"
-        copied = (StridedMemory(each.data.ptr, each.strides) for each in (array, other))
-        cuda.copy_strided(0, *copied, (4,), 4, stream)
-        assert cupy.cuda.get_current_stream() == used, "a copy has changed it"
-    finally:
-        cupy.cuda.Stream.null.use()
-    return ""
-
-
-def check_strided_copy() -> str:
-    """CuPy copies between layouts in a stream of mpicoll."""
-    source, out = cupy.arange(60, dtype="i2").reshape(6, 10).T, cupy.zeros((10, 6), "i2")
-    stream = ready_stream()
-    places = (StridedMemory(each.data.ptr, each.strides) for each in (out, source))
-    cuda.copy_strided(0, *places, (10, 6), 2, stream)
-    finish(stream)
-    assert (out == source).all()
-    return ""
 
 
 def check_registered_memory() -> str:
@@ -252,37 +200,13 @@ def check_graph() -> str:
     with stream:
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
         assert cuda.is_captured(0, stream.ptr)
-        double(array, stream.ptr)
+        cuda.combine(0, SUM, [array.data.ptr] * 2, [array.data.ptr], array.size, 1.0, stream.ptr)
         graph = stream.end_capture()
         graph.launch(stream)
         graph.launch(stream)
         stream.synchronize()
     assert (array.get() == 4).all(), array
     return ""
-
-
-def check_freeing_in_a_capture() -> str:
-    """The garbage collector may free memory of mpicoll on a thread that captures a graph."""
-    array, stream = cupy.ones(10, "f4"), cupy.cuda.Stream(non_blocking=True)
-    array *= 1  # loads the kernel
-    memory = cuda.allocate(0, 1 << 20)
-    address = memory.address
-    cupy.cuda.Device(0).synchronize()
-    with stream:
-        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
-        del memory
-        array *= 3
-        graph = stream.end_capture()
-        graph.launch(stream)
-        stream.synchronize()
-    assert (array.get() == 3).all(), array
-    assert cuda.find_allocation(address) is None, "the memory was not freed"
-    return ""
-
-
-def check_nccl() -> str:
-    """CuPy finds NCCL."""
-    return str(cuda.has_nccl())
 
 
 def main() -> int:

@@ -415,14 +415,3 @@ def test_ranks_may_be_numpy_integers(world, root):
         value = np.full(2, 7.0 if world.me == 1 else 0.0)
         dist.broadcast(value, src=torch.tensor([3.0, 1.0]).argmin())
         assert (value == 7).all()
-
-
-@on_2_ranks
-def test_argument_error_on_one_rank_leaves_the_group_usable(world):
-    if world.me == 0:
-        for root in NO_RANK:
-            with pytest.raises(dist.MpicollError):
-                dist.broadcast(np.zeros(2), src=root)
-            with pytest.raises(dist.MpicollError):
-                dist.new_group([root])
-    check_usable()

@@ -43,7 +43,9 @@ THREAD = ["-fsanitize=thread"]
 #: which take minutes here; and tests on two ranks.
 PLAIN = [f"tests/test_{name}.py" for name in ("reduction", "shared_memory", "launch_timeout")]
 PLAIN_CHOSEN = "not numpy and not (threads and (65 or 256))"
-ON_RANKS = [f"tests/mpi/test_{name}.py" for name in ("shared", "short_calls", "coalesced")]
+ON_RANKS = [
+    f"tests/mpi/test_{name}.py" for name in ("shared", "short_calls", "coalesced", "mpi_calls")
+]
 #: AddressSanitizer crashes at C++ exceptions of a library that is loaded late, such as torch.
 ON_RANKS_CHOSEN = "not tensor and not coalesced_results"
 

@@ -33,9 +33,10 @@ from mpicoll.output import format_count
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-#: Tests pending messages, so that MPI progresses them while Python computes.
 #: Messages to ranks that have exited, with their buffers, which MPI may still read.
 _unsent: list[tuple[MPI.Request, View]] = []
+#: Time that a rank that has ended has to print its own error before this rank may end the job.
+_ENDING_GRACE_S = 0.5
 #: Number of tests before a waiting thread sleeps between tests.
 _SPINS = 200
 _PAUSE = 100e-6
@@ -209,6 +210,7 @@ class MessageWork(Work):
         gone = rank_status.find_departed(self._group)
         everybody = len(gone) == self._group.size() - 1
         if (self._peer in gone or (self._peer < 0 and everybody)) and not self.poll():
+            time.sleep(_ENDING_GRACE_S)
             self._give_up(
                 DistBackendError(
                     f"{self.description}: the other rank has ended, the message will not come "

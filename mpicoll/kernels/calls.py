@@ -11,6 +11,7 @@ import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from threading import get_ident
 from time import monotonic_ns
@@ -209,8 +210,9 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, f"the module does not load: {error}"
 
 
+@cache
 def _add_dtypes(module: ModuleType) -> None:
-    """Register the dtypes, and NumPy's arrays if they have the layout that the module assumes."""
+    """Register the dtypes once, and NumPy's arrays if they have the layout that C code assumes."""
     import numpy as np
 
     from mpicoll.dtypes import DTYPES, Kind

@@ -229,6 +229,11 @@ class Task:
     def key(self) -> str:
         return f"{self.site.name}/{self.suite.name}/{self.route}/{self.ranks or 'plain'}"
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether a test has passed."""
+        return any(outcome == "passed" for outcome, _ in self.results.values())
+
     def __str__(self) -> str:
         counts = Counter(outcome for outcome, _ in self.results.values())
         text = " ".join(f"{counts[one]:>5} {one}" for one in OUTCOMES)
@@ -311,9 +316,11 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
                 if ranks and asked not in routes:
                     routes[asked] = routes_of(site, *asked)
                 task = Task(site, suite, libraries, route, ranks)
-                if lack := routes[asked][route] if ranks else "":
+                lack = routes[asked][route] if ranks else ""
+                if lack and not options.require:
                     left_out.append(f"{task.key}: {lack}")
                 else:
+                    task.problem = lack
                     tasks.append(task)
     return tasks
 
@@ -327,6 +334,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
     names = [suite.name for suite in SUITES]
     add("--suites", nargs="+", choices=names, default=names)
+    add("--require", action="store_true",
+        help="fail if a route is not available, or a suite has no test that passes")  # fmt: skip
     add("--timeout", type=float, default=1800, help="seconds per launch (%(default)s)")
     add("--limit", type=float, default=7200, help="seconds in all (%(default)s)")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -347,7 +356,10 @@ def main() -> int:
     tasks = plan(options, left_out)
     print(f"{len(tasks)} tasks", flush=True)
     for task in tasks:
-        task.run(options, end)
+        if not task.problem:
+            task.run(options, end)
+            if options.require and not task.problem and not task.has_passed:
+                task.problem = "NO TEST HAS PASSED"
         print(task, flush=True)
     print("\n---- summary")
     results: Counter[tuple[str, str]] = Counter()

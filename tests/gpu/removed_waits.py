@@ -8,8 +8,13 @@ on two ranks of an emulated device, on which work that is not waited for has not
 first failed assertion or invalid access of each, and exits with 1 if a wait is not missed. A
 timeout or another error does not count.
 
-One wait is not listed, because no result depends on it: after an error in `staged`, later work
-waits for copies to the host, so that their memory is not freed before.
+Waits that are not listed:
+
+- `staged`, later work waits for copies to the host: only after an error do they outlive the call.
+- host_staging.py, ``order.enter``: messages are sent once polling has found the order due.
+- moves.py: needs more than two ranks.
+- peer.py, workspace header: without the wait, the trial call of some group times out.
+- probe.py, nccl.py, Horovod's callbacks and torch/sparse.py: not run here.
 """
 
 from __future__ import annotations
@@ -113,7 +118,8 @@ WAITS = {
         "cuda/streams.py", "self._make_wait(self._named)", STREAMS
     ),
     "staging buffer is replaced after its last use": Wait(
-        "cuda/streams.py", "is not None:\n                self._synchronize_all()", STREAMS, "staged"
+        "cuda/streams.py", "is not None:\n                self._synchronize_all()", STREAMS,
+        "staged",
     ),
     "staging buffer is freed after its last use": Wait(
         "cuda/streams.py", '"""\n        self._synchronize_all()', STREAMS, "staged"
@@ -131,10 +137,8 @@ WAITS = {
         "routes/device/peer.py", "context.synchronize(context.work)", STREAMS, "peer"
     ),
     "peer: host waits for the trial call": Wait(
-        "routes/device/peer.py", "recv.address, n * _TRIED, stream)\n            context.synchronize(stream)", STREAMS, "peer"
-    ),
-    "peer: host waits until the header is set": Wait(
-        "routes/device/peer.py", "header, stream)\n        context.synchronize(stream)", STREAMS, "peer"
+        "routes/device/peer.py", "_TRIED, stream)\n            context.synchronize(stream)",
+        STREAMS, "peer",
     ),
     "peer: destroy waits for graphs": Wait(
         "routes/device/peer.py", "context.runtime.synchronize_device(context.index)",

@@ -10,8 +10,9 @@ timeout or another error does not count.
 
 Waits that are not listed:
 
-- `staged`, later work waits for copies to the host: only after an error do they outlive the call.
-- host_staging.py, ``order.enter``: messages are sent once polling has found the order due.
+- staged.py, later work waits for copies to the host: it matters only after an error, so that their
+  memory is not freed before.
+- host_staging.py, ``order.enter``: the host copies a message only once its order is due.
 - moves.py: needs more than two ranks.
 - peer.py, workspace header: without the wait, the trial call of some group times out.
 - probe.py, nccl.py, Horovod's callbacks and torch/sparse.py: not run here.

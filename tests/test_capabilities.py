@@ -128,9 +128,11 @@ def test_ucx_with_cuda_is_detected_by_its_files(tmp_path):
     copied = shutil.copy(library.describe()[len("compiled (") : -1], tmp_path / "libuct.so.0")
     (tmp_path / "ucx").mkdir()
     held = ctypes.CDLL(copied)
-    assert not mpi_support.has_ucx_cuda()
+    assert not mpi_support.has_ucx_cuda() and not mpi_support.find_ucx_remedy({})
     (tmp_path / "ucx" / "libuct_cuda.so.0").touch()
     assert mpi_support.has_ucx_cuda()
+    assert mpi_support.find_ucx_remedy({}).startswith("set UCX_MEMTYPE_CACHE=n")
+    assert not mpi_support.find_ucx_remedy({"UCX_MEMTYPE_CACHE": "n"})
     del held
 
 

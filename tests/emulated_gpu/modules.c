@@ -19,6 +19,7 @@
 struct CUfunc_st {
     const struct kernel *kernel;
     struct CUmod_st *module;
+    CUfunctionLoadingState state;
 };
 
 struct CUmod_st {
@@ -111,7 +112,7 @@ EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *text)
     *module = malloc(sizeof made);
     **module = made;
     for (uint32_t i = 0; i < image->kernel_count; i++)
-        made.functions[i] = (struct CUfunc_st){&image->kernels[i], *module};
+        made.functions[i] = (struct CUfunc_st){&image->kernels[i], *module, 0};
     return CUDA_SUCCESS;
 }
 
@@ -132,9 +133,21 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const
 
 /* ---- functions ---- */
 
+/* Kernels are loaded lazily: by this function or their first launch. */
 EXPORT CUresult cuFuncLoad(CUfunction function)
 {
-    return function ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+    if (!function)
+        return CUDA_ERROR_INVALID_HANDLE;
+    function->state = CU_FUNCTION_LOADING_STATE_LOADED;
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuFuncIsLoaded(CUfunctionLoadingState *state, CUfunction function)
+{
+    if (!function)
+        return CUDA_ERROR_INVALID_HANDLE;
+    *state = function->state;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function)
@@ -191,6 +204,7 @@ EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned gr
         result = (CUresult)begin_stream_call(handle, &stream);
     if (result)
         return result;
+    cuFuncLoad(function);
     const struct kernel *kernel = function->kernel;
     const size_t bytes = sizeof(struct launch) + kernel->parameter_bytes;
     struct launch *launch = aligned_alloc(16, (bytes + 15) / 16 * 16);

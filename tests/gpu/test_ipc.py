@@ -196,6 +196,14 @@ def test_more_memory_than_the_limit_of_open_allocations(n, monkeypatch):
     dist.destroy_process_group(group)
 
 
+def test_group_is_destroyed_before_its_calls_have_run(n, me):
+    """Memory stays mapped until then."""
+    group, array = dist.new_group(), real.made(LARGE, me)
+    dist.all_reduce(array, group=group)
+    dist.destroy_process_group(group)
+    assert (array == sum(range(n))).all()
+
+
 def test_memory_pool_can_be_emptied_while_other_ranks_map_it(n):
     pool = cupy.get_default_memory_pool()
     for turn in range(5):

@@ -20,7 +20,9 @@ from mpicoll.cuda import runtime, threads
 from mpicoll.cuda.driver import Driver
 from mpicoll.cuda.runtime import Runtime
 from mpicoll.cuda.streams import DeviceContext
+from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MpicollError, UnsupportedError
+from mpicoll.kernels.reduction import find_loop
 
 needs_two_gpus = pytest.mark.skipif(find_gpus()[0] < 2, reason="needs two GPUs")
 
@@ -166,6 +168,17 @@ def test_unknown_memory(cuda):
     assert not cuda.is_plain(4096)
     with pytest.raises(MpicollError, match=r"cuMemHostGetDevicePointer_v2: .* error 1"):
         cuda.reach(0, 4096)
+
+
+def test_kernels_are_loaded_before_their_first_launch(cuda):
+    """A launch that loads its kernel may wait for running kernels."""
+    query = getattr(ctypes.CDLL("libcuda.so.1"), "cuFuncIsLoaded", None)
+    if query is None:
+        pytest.skip("needs CUDA 12.4")
+    cuda.load(0, find_loop(ReduceOp.SUM, by_name["int16"]), 3)
+    for kernel in cuda._kernels_of(0)._kernels.values():
+        state = ctypes.c_int()
+        assert query(ctypes.byref(state), ctypes.c_void_p(kernel.kernel.ptr)) == 0 and state.value
 
 
 def test_kernels_are_loaded_before_cuda_12_4():

@@ -21,6 +21,7 @@ from real import SHORT_NS, Fault, late, made, spin
 
 import mpicoll as dist
 from mpicoll.core.groups import default_group
+from mpicoll.cuda.runtime import get_runtime
 from mpicoll.errors import CollectiveTimeoutError, UnsupportedError
 from mpicoll.routes import registry
 from mpicoll.routes.device import staged
@@ -291,6 +292,21 @@ def test_asynchronous_call_does_not_block_the_stream_before_wait(n):
     assert (array.get() == n * (n + 1) / 2).all()
 
 
+def test_callback_in_the_stream_of_its_array(n):
+    """An array that names its stream: a callback may use that stream."""
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array, copied = made(LARGE, dist.get_rank() + 1), cupy.zeros(LARGE, cupy.float32)
+        named = types.SimpleNamespace(__cuda_array_interface__=array.__cuda_array_interface__)
+
+    def copy(future):
+        with stream:
+            copied[...] = array
+
+    dist.all_reduce(named, async_op=True).get_future().then(copy).wait()
+    with stream:
+        assert (copied.get() == n * (n + 1) / 2).all()
+
+
 def without_stream(array):
     """Return an array with the CUDA array interface, without a stream."""
     entries = {**array.__cuda_array_interface__}
@@ -398,15 +414,38 @@ def test_error_between_chunks_keeps_stream_order(through_the_host, monkeypatch):
     assert (array == 7).all()
 
 
+def overwrite_pinned_pool():
+    """Overwrite the memory that CuPy's pool allocates next."""
+    sizes = (400, 400, 4000, 4000, 8000, 400_000)
+    for memory in [cupy.cuda.alloc_pinned_memory(nbytes) for nbytes in sizes]:
+        np.frombuffer(memory, np.uint8)[...] = 0x11
+
+
 def test_staging_buffers_are_not_reused_while_in_use(n, through_the_host):
     """The copies to the device may run after the call."""
     small, large = made(100, 1), made(100_000, 1)
     for array in (small, large):
         dist.all_reduce(array, group=through_the_host)
-    taken = [cupy.cuda.alloc_pinned_memory(nbytes) for nbytes in (400, 400, 4000, 400_000)]
-    for memory in taken:
-        np.frombuffer(memory, np.uint8)[...] = 0x11
+    overwrite_pinned_pool()
     assert (small.get() == n).all() and (large.get() == n).all()
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_staging_buffers_are_freed_after_their_last_use(n, monkeypatch, grows):
+    """The group is destroyed, or replaces its buffer by a larger one."""
+    array, runtime = made(1000, 1), get_runtime()
+    allocate = runtime.allocate_pinned
+    with forced("staged"):
+        group = dist.new_group()
+        dist.all_reduce(array, group=group)
+        if grows:
+            monkeypatch.setattr(
+                runtime, "allocate_pinned", lambda *each: overwrite_pinned_pool() or allocate(*each)
+            )
+            dist.all_reduce(made(LARGE, 1), group=group)
+        dist.destroy_process_group(group)
+    overwrite_pinned_pool()
+    assert (array.get() == n).all()
 
 
 def test_message_that_was_not_started_can_be_abandoned(n):

@@ -99,9 +99,10 @@ class Mappings:
 
     def close_retired(self, moment: float = 0.0) -> None:
         """Close retired memory that the stream no longer uses; wait until a monotonic time."""
-        while self._retired and poll_until(
-            partial(self._context.runtime.is_done, self._retired[0][0]), moment
-        ):
+        while self._retired:
+            event, _ = self._retired[0]
+            if not poll_until(partial(self._context.runtime.is_done, event), moment):
+                return
             self._retired.popleft()
 
     def close_unused(self) -> bool:

@@ -89,8 +89,9 @@ class Shared:
         self._kinds: dict[Any, Any] = {}
         self._mpi_plans: list[Any] = []
         self.ways = Ways(kernels, group, segment.placement)
-        self._calls_mpi = segment.calls_mpi
         self._crowded = segment.processors < n
+        # MPI libraries poll without yielding: a call may last many time slices, a trial also.
+        self._calls_mpi = segment.calls_mpi and not self._crowded
         self._crowded_beside = segment.processors < 2 * n
         # If ranks share processors, each step of a dissemination barrier may cost a time slice.
         flat_max_ranks = n if self._crowded else FLAT_MAX_RANKS

@@ -401,7 +401,7 @@ def test_message_is_written_in_one_call(end: str, words: list[str], ended: Ended
     import contextlib
     x, y = np.ones(4), np.ones(4)
     with contextlib.ExitStack() as stack:
-        late = lambda: time.sleep(0.2 * rank)  # on a busy machine rank 0 hears of the end first
+        late = lambda: time.sleep(0.2 * rank)  # on a busy machine rank 0 receives the end first
         stack.callback(late)
         stack.enter_context(dist.init_process_group(timeout=100))
         rank = dist.get_rank()

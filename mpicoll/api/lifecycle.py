@@ -518,7 +518,6 @@ groups.set_task_runner(_run_in_order)
 
 def _free_windows(group: ProcessGroup) -> None:
     """Free the windows of a group that ends; every member calls it."""
-
     ending = [window for window in groups.windows if window.group is group]
 
     def free() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpicoll.dtypes import DType, ReduceOp
+
 ORDER, EXACT = "order", "exact"
 LEVELS = (ORDER, EXACT)
 

@@ -32,7 +32,7 @@ def encode_kind(
     root: int,
     on_device: bool = False,
 ) -> int:
-    """Return the kind of a call. ``root`` is -1 for none, and LIST for a list of calls."""
+    """Return the kind of a call. root: -1 without a root, LIST for a list of calls."""
     return (
         on_device << _DEVICE
         | (root & 0xFFFFFFFF) << _ROOT

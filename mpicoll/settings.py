@@ -66,10 +66,14 @@ TABLE = Setting(
     "on rank 0: the tuning table that `python -m mpicoll tune` wrote, see tune.md; 0: the "
     "default routes, without durations of earlier jobs, see performance.md",
 )  # fmt: skip
+#: The ways of a call through shared memory, by bit of ``kernels/src/choice.h``.
+WAYS = (
+    "one-shot", "slots-past-caches", "result-past-caches", "copy-by-the-kernel", "threads", "MPI",
+)  # fmt: skip
 CHOOSE = _one_of(
-    "MPICOLL_CHOOSE", ("0", "1", "random"),
+    "MPICOLL_CHOOSE", ("0", "1", "random", *WAYS),
     "on rank 0: 0: calls through shared memory use the default ways; 1: the fastest, which mpicoll "
-    "measures while it runs; random: any, for tests; see performance.md",
+    "measures while it runs; random, or one way: for tests; see performance.md",
 )  # fmt: skip
 SHARED_MEMORY = _one_of(
     "MPICOLL_SHARED_MEMORY", ("0", "1"),

@@ -44,7 +44,7 @@ from rank_scripts import Ended, job
     # The file's times, not times of this job, until the 40th call.
     earlier = {"17": {"0": 7000, "2": 5000}}
     write(json.dumps({"all_reduce float32 SUM": earlier}))
-    assert measure(30) == ["slots past caches 5.0 us, slots 7.0 us"]
+    assert measure(30) == ["slots-past-caches 5.0 us, slots 7.0 us"]
     assert json.loads(path.read_text()) == {"all_reduce float32 SUM": earlier}
 
     others = ["1", '{"17": {"0": 0}}', '{"40": {"0": 1}}', '{"17": {"a": 1}}',

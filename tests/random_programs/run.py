@@ -25,9 +25,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from mpicoll import settings
 from mpicoll.routes import registry
 from mpicoll.routes.tuning import KINDS, PLACES, eligible_routes
-from mpicoll.settings import CALLS, CHOOSE, KERNELS, REPRODUCIBLE, SHARED_MEMORY, SINGLE_COPY, TABLE
 
 PROGRAM = Path(__file__).resolve().parent / "program.py"
 #: Maximum duration of a program, and the additional time until its launch has failed.
@@ -45,20 +45,21 @@ def build_setups(folder: Path) -> dict[str, Setup]:
     """Return the setups by name. Writes their tuning tables into ``folder``."""
     setups = {
         "default": Setup(),
-        "python": Setup({CALLS.name: "python"}),
-        "defaults": Setup({CHOOSE.name: "0"}),
-        "random": Setup({CHOOSE.name: "random"}),
-        "slots": Setup({SINGLE_COPY.name: "0"}),
-        "messages": Setup({SHARED_MEMORY.name: "0"}),
-        "numpy": Setup({KERNELS.name: "numpy"}),
-        "order": Setup({REPRODUCIBLE.name: "order"}),
-        "exact": Setup({REPRODUCIBLE.name: "exact"}),
+        "python": Setup({settings.CALLS.name: "python"}),
+        "defaults": Setup({settings.CHOOSE.name: "0"}),
+        "random": Setup({settings.CHOOSE.name: "random"}),
+        **{f"way:{way}": Setup({settings.CHOOSE.name: way}) for way in settings.WAYS},
+        "slots": Setup({settings.SINGLE_COPY.name: "0"}),
+        "messages": Setup({settings.SHARED_MEMORY.name: "0"}),
+        "numpy": Setup({settings.KERNELS.name: "numpy"}),
+        "order": Setup({settings.REPRODUCIBLE.name: "order"}),
+        "exact": Setup({settings.REPRODUCIBLE.name: "exact"}),
     }
     for name in registry.HOST:
         path = folder / f"{name}.json"
         path.write_text(json.dumps({"ranks": {"2": rows_of(name)}}))
         options = ("--any-order",) if name == "widened" else ()
-        setups[f"route:{name}"] = Setup({TABLE.name: str(path)}, options)
+        setups[f"route:{name}"] = Setup({settings.TABLE.name: str(path)}, options)
     return setups
 
 
@@ -74,7 +75,7 @@ def rows_of(route: str) -> dict[str, dict[str, list[tuple[int, str]]]]:
 def launch(command: list[str], setup: Setup, timeout_s: float) -> tuple[int | None, str]:
     """Return the exit code, or None after a timeout, and the output."""
     process = subprocess.Popen(
-        command, env={**os.environ, TABLE.name: "0", **setup.environment}, text=True,
+        command, env={**os.environ, settings.TABLE.name: "0", **setup.environment}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
@@ -118,7 +119,7 @@ def main() -> int:
                       + shlex.join(command))  # fmt: skip
                 return 1
             calls[name] = calls.get(name, 0) + int(output.split()[-1])
-            print(f"{name:<20}{ranks} ranks  seed {seed:<6} {calls[name]:>9} calls", flush=True)
+            print(f"{name:<26}{ranks} ranks  seed {seed:<6} {calls[name]:>9} calls", flush=True)
     print(f"{sum(calls.values())} calls, nothing wrong: {calls}")
     return 0
 

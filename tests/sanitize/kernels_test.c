@@ -116,7 +116,7 @@ static void run_ranks(uint32_t n, uint32_t flat_max_ranks, size_t slot, void *(*
         ranks[me] = (struct rank){.group = &group, .random = 7 * me + n};
         ranks[me].choices = calloc(1, sizeof *ranks[me].choices);
         CHECK(ranks[me].choices);
-        ranks[me].choices->is_random = flat_max_ranks == n;
+        ranks[me].choices->mode = flat_max_ranks == n ? AT_RANDOM : MEASURED;
         ranks[me].number = START;
         for (uint32_t c = 0; c < CHANNELS; c++)
             set_up_channel(&ranks[me], memory + c * channel_size, region_size, me, c);
@@ -493,11 +493,14 @@ static void choose_ways(void)
     for (int k = 0; k < 10000; k++)
         counts[make_call(choices, BYTES, ALLOWED, ns)]++;
     CHECK(counts[STREAM_SLOTS] >= 12 && counts[BY_KERNEL] == 7);
-    choices->is_random = 1;
+    choices->mode = AT_RANDOM;
     memset(counts, 0, sizeof counts);
     for (int k = 0; k < 300; k++)
         counts[make_call(choices, BYTES, ALLOWED, ns)]++;
     CHECK(counts[0] > 50 && counts[STREAM_SLOTS] > 50 && counts[BY_KERNEL] > 50);
+    choices->mode = FORCED + BY_KERNEL;
+    for (int k = 0; k < 300; k++)
+        CHECK(make_call(choices, BYTES, ALLOWED, ns) == BY_KERNEL);
     free(choices);
 }
 

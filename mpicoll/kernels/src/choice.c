@@ -66,9 +66,13 @@ struct mpicoll_choice {
     uint32_t pending_ns; /* its duration on this rank */
 };
 
-/* The choices of a plan, initially 0 but for `is_random`; mpicoll/routes/host/shared.py has it. */
+/* How a plan chooses: by measurement, and for tests at random or `FORCED + way`, where that way is
+ * a candidate. */
+enum { MEASURED, AT_RANDOM, FORCED };
+
+/* The choices of a plan, initially 0 but for `mode`; mpicoll/routes/host/ways.py has it. */
 struct mpicoll_choices {
-    uint32_t is_random; /* for tests: choose at random instead, the same on all ranks */
+    uint32_t mode;
     struct mpicoll_choice of[CLASS_COUNT];
 };
 
@@ -124,13 +128,17 @@ static uint32_t in_series(const struct mpicoll_choice *choice, uint32_t found)
 }
 
 /* Chooses among candidates, by bit: the next one of a series of trials, or the fastest. */
-static void choose(struct mpicoll_trial *trial, uint32_t found, int at_random)
+static void choose(struct mpicoll_trial *trial, uint32_t found, uint32_t mode)
 {
     const struct mpicoll_choice *choice = trial->choice;
     const int is_due = choice->calls > choice->next;
-    uint32_t left = is_due ? in_series(choice, found) & ~choice->done : 0;
+    uint32_t left = is_due && mode == MEASURED ? in_series(choice, found) & ~choice->done : 0;
 
-    if (at_random) {
+    if (mode >= FORCED) {
+        for (uint32_t k = 0; k < CANDIDATE_COUNT; k++)
+            if (found >> k & 1 && candidates[k].way == (int)(mode - FORCED))
+                left = 1u << k;
+    } else if (mode == AT_RANDOM) {
         uint32_t skipped =
             (choice->calls * 2654435761u >> 16) % (uint32_t)__builtin_popcount(found);
         for (left = found; skipped; skipped--)
@@ -167,7 +175,7 @@ struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t byte
         trial.choice = &choices->of[class];
         trial.note = trial.choice->pending_ns;
         trial.scale = (double)((size_t)1 << class) / (double)bytes;
-        choose(&trial, found, choices->is_random);
+        choose(&trial, found, choices->mode);
         trial.has_note = trial.is_timed || trial.choice->pending;
         trial.start = trial.is_timed ? now_ns() : 0;
     }

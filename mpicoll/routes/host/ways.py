@@ -25,16 +25,10 @@ from mpicoll.kernels.library import Kernels
 from mpicoll.output import format_bytes
 from mpicoll.routes.tuning import job
 
-#: The ways of choice.h, by bit, and the number of size classes of choice.c: powers of two.
-_NAMES = {
-    1: "one shot",
-    2: "slots past caches",
-    4: "result past caches",
-    8: "copy by the kernel",
-    16: "threads",
-    32: "MPI",
-}
+#: The number of size classes of choice.c: powers of two.
 _CLASS_COUNT = 40
+#: How choice.c chooses for tests, by value of MPICOLL_CHOOSE.
+_MODES = {"random": 1} | {way.lower(): 2 + (1 << bit) for bit, way in enumerate(settings.WAYS)}
 #: Maximum size of a file, which is sent to all ranks.
 _MAX_FILE_BYTES = 2**20
 _PARSE_ERRORS = ValueError, TypeError, AttributeError, OverflowError, RecursionError
@@ -56,7 +50,7 @@ class Ways:
         self._choices: dict[str, np.ndarray] = {}  # by kind of call
         self._path: Path | None = None
         self._known: Times = {}
-        if job.choose not in ("0", "random"):  # the same on all ranks
+        if job.choose not in ("0", *_MODES):  # the same on all ranks
             if group.rank() == 0:
                 self._path = _path(f"{group.size()} ranks on {processors}")
             text = control_messages.bcast(group.tested, _read(self._path), 0, str)
@@ -68,7 +62,7 @@ class Ways:
         if job.choose == "0":
             return 0
         made = self._choices[kind] = np.zeros(self._kernels.choices_size(), np.uint8)
-        made[:4].view(np.uint32)[0] = job.choose == "random"
+        made[:4].view(np.uint32)[0] = _MODES.get(job.choose, 0)
         for exponent, times in self._known.get(kind, {}).items():
             for way, ns in times.items():
                 self._kernels.choice_set(made.ctypes.data, 1 << exponent, way, ns)
@@ -118,7 +112,8 @@ _written: set[Path] = set()
 
 
 def _name(way: int) -> str:
-    return " and ".join(name for bit, name in _NAMES.items() if way & bit) or "slots"
+    names = (name for bit, name in enumerate(settings.WAYS) if way >> bit & 1)
+    return " and ".join(names) or "slots"
 
 
 @cache

@@ -440,33 +440,25 @@ if __name__ == "__main__":
 PRINTED = "['__main__', 'train.py', '-m', '--backend', 'x'] 2.0 gloo "
 
 
+UNDER_TORCHRUN = [*TORCHRUN, "2", "-m"]
+
+
 @pytest.mark.any_mpi
 @needs_mpiexec
 @pytest.mark.parametrize(
-    ("words", "name"),
+    ("launcher", "words", "name"),
     [
-        (["train.py"], "mpicoll"),
-        (["-m", "train"], "mpicoll"),
-        (["--backend", "nccl,gloo", "train.py"], "mpicoll"),
-        (["--backend", "mpi", "train.py"], "gloo"),
-    ],
-)
-def test_run_replaces_the_backend_of_a_script(words, name, tmp_path):
-    done = mpicoll_run(STOCK, tmp_path, ON_2_RANKS, *words, "-m", "--backend", "x")
-    assert output_of(done) == f"{PRINTED}{name}\n" * 2
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        pytest.param(["train.py"], "mpicoll", marks=pytest.mark.skipif(
+        (ON_2_RANKS, ["train.py"], "mpicoll"),
+        (ON_2_RANKS, ["-m", "train"], "mpicoll"),
+        (ON_2_RANKS, ["--backend", "nccl,gloo", "train.py"], "mpicoll"),
+        (ON_2_RANKS, ["--backend", "mpi", "train.py"], "gloo"),
+        pytest.param(UNDER_TORCHRUN, ["train.py"], "mpicoll", marks=pytest.mark.skipif(
             VENDOR == "Open MPI", reason="torchrun needs a library of the MPICH family")),
-        pytest.param(["--backend", "mpi", "train.py"], "gloo", marks=pytest.mark.any_mpi),
+        (UNDER_TORCHRUN, ["--backend", "mpi", "train.py"], "gloo"),
     ],
 )  # fmt: skip
-def test_run_under_torchrun(words, name, tmp_path):
-    words = *words, "-m", "--backend", "x"
-    done = mpicoll_run(STOCK, tmp_path, [*TORCHRUN, "2", "-m"], *words)
+def test_run_replaces_the_backend_of_a_script(launcher, words, name, tmp_path):
+    done = mpicoll_run(STOCK, tmp_path, launcher, *words, "-m", "--backend", "x")
     assert output_of(done) == f"{PRINTED}{name}\n" * 2
     assert "ranks were started" not in done.stderr, done.stderr
 

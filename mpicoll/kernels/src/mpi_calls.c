@@ -11,7 +11,6 @@
 #include "shared.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* The functions by their arguments; mpicoll/routes/host/mpi.py has the same names. */
 enum { BARRIER, BROADCAST, COMBINE, REDUCE, MOVE, ROOTED };
@@ -107,10 +106,10 @@ EXPORT int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mp
             into = joined;
     }
     for (size_t k = 0; joins && k < n; k++)
-        memcpy(joined + k * nbytes, send[k].data, nbytes);
+        mpicoll_copy(joined + k * nbytes, send[k].data, nbytes);
     const int error = call(plan, from, into, (int)count, (int)root);
     for (size_t k = 0; splits && !error && k < n; k++)
-        memcpy(recv[k].data, joined + k * nbytes, nbytes);
+        mpicoll_copy(recv[k].data, joined + k * nbytes, nbytes);
     if (!error && plan->divisor != 1 && receives && !plan->discards) {
         const char *const combined[] = {into};
         mpicoll_combine(plan->format, 0, combined, 1, into, count * plan->numbers_per_element,

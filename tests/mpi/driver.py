@@ -278,6 +278,26 @@ class Call:
         self.check()
 
 
+class InPlace(Call):
+    """A call whose smaller array is this rank's block of the larger one."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, make=lambda shape, dtype: (np.zeros(shape, dtype.numpy),) * 2)
+        gathers = self.row.layout is Layout.GATHERED
+        names = self.row.input, self.row.output
+        small, large = names if gathers else reversed(names)
+        whole = self.arguments.get(large)
+        if whole is None:  # it is at the root only
+            return
+        own = whole[self.me] if self.row.listed else whole[self.me * self.count :][: self.count]
+        if gathers:
+            own[...] = self.given(self.me)
+        self.arguments[small] = own
+        expected = {name: one for name, _, one in self.watched}
+        self.watched = [one for one in self.watched if gathers and one[0] != small]
+        self.watched += [] if gathers else [(small, own, expected[small])]
+
+
 class Uneven(Call):
     """reduce_scatter of blocks of different sizes. Sizes beyond the group's size are ignored."""
 

@@ -19,7 +19,7 @@ from conftest import (
     pass_first_calls,
 )
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, check_same_bits, legal_operations, use_route
+from driver import DTYPES, NAMES, Call, InPlace, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -396,8 +396,9 @@ def test_each_way_gives_the_right_results(world, mpi, monkeypatch, way, dtype):
         row = NAMES[name]
         for op in legal_operations(by_name[dtype])[:2] if row.reduces else [None]:
             calls = [
-                Call(name, team, by_name[dtype], count, op, count % team.size)
+                make(name, team, by_name[dtype], count, op, count % team.size)
                 for count in (1000, 4097, 40_003, *[600_000] * (team.size == 2))
+                for make in ((Call, InPlace) if row.many_in != row.many_out else (Call,))
             ]
             for call in calls:
                 call.run()

@@ -79,6 +79,10 @@ def each_call(team, dtype, count):
     gathered, turned, summed = np.concatenate(firsts), np.concatenate(received), sum(received)
     outputs = np.split(whole, n) if me == root else None
     inputs = tuple(sent) if me == root else None
+    placed, table, reduced = new(n), new(n), mine.copy()
+    rows, parts = np.split(table, n), np.split(mine.copy(), n)
+    placed[me * count :][:count] = rows[me][...] = own
+    block = reduced[me * count :][:count]
     for name, arrays, options, result, expected in (
         ("all_reduce", (ones,), {}, ones, new(1, n)),
         ("broadcast", (array,), {"group_src": root}, array, new(1, root)),
@@ -94,6 +98,11 @@ def each_call(team, dtype, count):
         ("scatter", (piece, inputs), {"group_src": root}, piece, np.split(blocks(root), n)[me]),
         ("reduce_scatter", (piece, sent), {}, piece, summed),
         ("all_to_all", (into, sent), {}, listed, turned),
+        # In place: one array is this rank's block of the other.
+        ("all_gather_single", (placed, placed[me * count :][:count]), {}, placed, gathered),
+        ("reduce_scatter_single", (block, reduced), {}, block, summed),
+        ("all_gather", (rows, rows[me]), {}, table, gathered),
+        ("reduce_scatter", (parts[me], parts), {}, parts[me], summed),
     ):
         call = partial(getattr(dist, name), *arrays, group=team.group, **options)
         yield name, call, (result, expected)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import needs_2_ranks, pass_first_calls
 from conftest import team as group_of
-from driver import NAMES, Call, use_route
+from driver import NAMES, Call, InPlace, use_route
 
 import mpicoll as dist
 from mpicoll.dtypes import by_name
@@ -50,6 +50,8 @@ COUNTS = (0, 1, 5, 1023, 1025, 32768, 32769, 70001)
 def test_data_movement_of_every_size(team, name, dtype):
     for count, root in itertools.product(COUNTS, {0, team.size - 1}):
         Call(name, team, by_name[dtype], count, None, root).run()
+        if NAMES[name].many_in != NAMES[name].many_out:
+            InPlace(name, team, by_name[dtype], count, None, root).run()
 
 
 def test_messages_larger_than_one_copy_call(team):

@@ -162,14 +162,36 @@ static int lists_fit(const struct fast_path *path, const struct operand *in,
              (list->same_shape && have_same_shape(&list->first, &own->first))));
 }
 
-/* Returns whether input and output match, do not overlap, and can be split between rows. */
+/* Returns whether an array is exactly this rank's block of an operand: the call then runs in place. */
+static int is_own_block(const struct fast_path *path, const struct operand *array,
+                        const struct operand *blocks)
+{
+    const struct block *own = &array->blocks[0];
+    if (array->held || array->n != 1)
+        return 0;
+    if (!blocks->held)
+        return blocks->first.count == path->n * own->count &&
+               own->data == blocks->first.data + path->me * own->count * array->first.itemsize;
+    for (size_t k = 0; k < blocks->n; k++)
+        if (k != path->me && blocks_overlap(&blocks->blocks[k], own, array->first.itemsize))
+            return 0;
+    return blocks->n == path->n && own->data == blocks->blocks[path->me].data &&
+           own->count == blocks->blocks[path->me].count;
+}
+
+/* Returns whether input and output match, do not overlap except in place, and can be split between
+ * rows. */
 static int fits(const struct fast_path *path, const struct operand *in, const struct operand *out,
                 unsigned long root, size_t count)
 {
     const size_t n = path->n;
     if (!path->has_input)
         return !in->n && !out->held;
-    if (in->n && out->n && (in->first.dtype != out->first.dtype || overlap(in, out)))
+    if (in->n && out->n &&
+        (in->first.dtype != out->first.dtype ||
+         (overlap(in, out) &&
+          !(path->many_in ? !path->many_out && is_own_block(path, out, in)
+                          : path->many_out && is_own_block(path, in, out)))))
         return 0;
     if (path->listed)
         return lists_fit(path, in, out, root);

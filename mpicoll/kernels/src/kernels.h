@@ -19,6 +19,11 @@ void mpicoll_add_narrow(int format, const void *left, const void *right, void *o
 EXPORT void mpicoll_combine(int format, int operation, const char *const *sources, size_t n,
                             char *out, size_t count, double divisor);
 
+/* Copies to separate memory; the second one with non-temporal stores, which do not fetch the
+ * destination lines. */
+void mpicoll_copy(char *into, const char *from, size_t size);
+void mpicoll_copy_past_caches(char *into, const char *from, size_t size);
+
 static inline uint64_t now_ns(void)
 {
     struct timespec time;

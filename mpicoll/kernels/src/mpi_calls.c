@@ -11,7 +11,6 @@
 #include "shared.h"
 
 #include <stdlib.h>
-#include <string.h>
 
 /* The functions by their arguments; mpicoll/routes/host/mpi.py has the same names. */
 enum { BARRIER, BROADCAST, COMBINE, REDUCE, MOVE, ROOTED };
@@ -37,7 +36,8 @@ struct mpicoll_mpi_plan {
     int32_t type;
     int32_t format;               /* of the numbers to divide */
     uint32_t numbers_per_element; /* to divide */
-    int32_t lists_in, lists_out;  /* the input, or output, is a list of one array per rank */
+    int32_t many_in, many_out;    /* the input, or output, has a block for each rank */
+    int32_t lists_in, lists_out;  /* and is a list of arrays */
     int32_t discards;             /* MPI's result is undefined: exscan of the first rank */
 };
 
@@ -47,7 +47,8 @@ EXPORT const struct mpicoll_field mpicoll_mpi_plan_fields[] = {
     FIELD(mpicoll_mpi_plan, in_place), FIELD(mpicoll_mpi_plan, divisor),
     FIELD(mpicoll_mpi_plan, size), FIELD(mpicoll_mpi_plan, n), FIELD(mpicoll_mpi_plan, me),
     FIELD(mpicoll_mpi_plan, type), FIELD(mpicoll_mpi_plan, format),
-    FIELD(mpicoll_mpi_plan, numbers_per_element), FIELD(mpicoll_mpi_plan, lists_in),
+    FIELD(mpicoll_mpi_plan, numbers_per_element), FIELD(mpicoll_mpi_plan, many_in),
+    FIELD(mpicoll_mpi_plan, many_out), FIELD(mpicoll_mpi_plan, lists_in),
     FIELD(mpicoll_mpi_plan, lists_out), FIELD(mpicoll_mpi_plan, discards),
     END_OF_FIELDS,
 };
@@ -83,6 +84,14 @@ static int are_adjacent(const struct mpicoll_block *blocks, size_t n, size_t nby
     return 1;
 }
 
+/* Returns this rank's block of an input or output. */
+static const char *own_block(const struct mpicoll_mpi_plan *plan,
+                             const struct mpicoll_block *blocks, int many, int listed,
+                             size_t nbytes)
+{
+    return listed ? blocks[plan->me].data : blocks->data + (many ? plan->me * nbytes : 0);
+}
+
 /* Only the blocks of lists are read one by one. */
 EXPORT int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mpicoll_block *send,
                             const struct mpicoll_block *recv, size_t count, uint32_t root,
@@ -92,30 +101,33 @@ EXPORT int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mp
     const int is_root = plan->me == root, rooted = plan->type == ROOTED;
     const int sends = !(rooted && plan->lists_in) || is_root;
     const int receives = !((rooted && plan->lists_out) || plan->type == REDUCE) || is_root;
-    const int joins = sends && plan->lists_in && !are_adjacent(send, n, nbytes);
+    /* MPI does not accept an input that is this rank's block of the output, or the reverse. */
+    const int in_place = nbytes && sends && receives && !plan->in_place && plan->type >= COMBINE &&
+                         own_block(plan, send, plan->many_in, plan->lists_in, nbytes) ==
+                             own_block(plan, recv, plan->many_out, plan->lists_out, nbytes);
+    const int joins = in_place || (sends && plan->lists_in && !are_adjacent(send, n, nbytes));
     const int splits = receives && plan->lists_out && !are_adjacent(recv, n, nbytes);
     const void *from = !sends ? NULL : plan->in_place && receives ? plan->in_place : send->data;
-    char *into = receives ? recv->data : NULL, *joined = NULL;
+    char *into = receives ? recv->data : NULL, *input = NULL, *output = NULL;
     (void)number;
-    if (joins || splits || plan->discards) {
-        joined = malloc((plan->discards ? 1 : n) * nbytes);
-        if (!joined)
-            return 0;
-        if (joins)
-            from = joined;
-        else
-            into = joined;
+    if ((joins && !(from = input = malloc((plan->many_in ? n : 1) * nbytes))) ||
+        ((splits || plan->discards) &&
+         !(into = output = malloc((plan->discards ? 1 : n) * nbytes)))) {
+        free(input);
+        return 0;
     }
-    for (size_t k = 0; joins && k < n; k++)
-        memcpy(joined + k * nbytes, send[k].data, nbytes);
+    for (size_t k = 0; joins && k < (plan->many_in ? n : 1); k++)
+        mpicoll_copy(input + k * nbytes, plan->lists_in ? send[k].data : send->data + k * nbytes,
+                     nbytes);
     const int error = call(plan, from, into, (int)count, (int)root);
     for (size_t k = 0; splits && !error && k < n; k++)
-        memcpy(recv[k].data, joined + k * nbytes, nbytes);
+        mpicoll_copy(recv[k].data, output + k * nbytes, nbytes);
     if (!error && plan->divisor != 1 && receives && !plan->discards) {
         const char *const combined[] = {into};
         mpicoll_combine(plan->format, 0, combined, 1, into, count * plan->numbers_per_element,
                         plan->divisor);
     }
-    free(joined);
+    free(input);
+    free(output);
     return error ? -error : 1;
 }

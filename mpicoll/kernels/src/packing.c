@@ -2,7 +2,6 @@
 
 #include "kernels.h"
 
-#include <string.h>
 
 /* Copies line by line and row by row: the row's block of every array into consecutive memory.
  *
@@ -15,7 +14,7 @@ EXPORT void mpicoll_pack(const char *const *arrays, const size_t *counts, size_t
     for (size_t line = 0; line < lines; line++, arrays += n)
         for (size_t row = 0; row < rows; row++)
             for (size_t k = 0; k < n; k++) {
-                memcpy(into, arrays[k] + row * counts[k] * size, counts[k] * size);
+                mpicoll_copy(into, arrays[k] + row * counts[k] * size, counts[k] * size);
                 into += counts[k] * size;
             }
 }
@@ -27,7 +26,7 @@ EXPORT void mpicoll_unpack(char *const *arrays, const size_t *counts, size_t n, 
     for (size_t line = 0; line < lines; line++, arrays += n)
         for (size_t row = 0; row < rows; row++)
             for (size_t k = 0; k < n; k++) {
-                memcpy(arrays[k] + row * counts[k] * size, from, counts[k] * size);
+                mpicoll_copy(arrays[k] + row * counts[k] * size, from, counts[k] * size);
                 from += counts[k] * size;
             }
 }

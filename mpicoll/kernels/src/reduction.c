@@ -11,7 +11,6 @@
 #include "vectors.h"
 
 #include <stdint.h>
-#include <string.h>
 
 /* Elements of a block: two blocks of float32 leave most of a first-level cache to the sources. */
 enum { BLOCK = 1024 };
@@ -119,7 +118,7 @@ static void combine_wide(int format, int operation, const char *const *sources, 
         const size_t length = count - start < step ? count - start : step, at = start * size;
         const char *left = sources[0] + at;
         if (n == 1 && left != out + at)
-            memcpy(out + at, left, length * size);
+            mpicoll_copy(out + at, left, length * size);
         for (size_t k = 1; k < n; k++) {
             /* Only the last step may write to the result, which may be any source. */
             char *result = k == n - 1 ? out + at : accumulator;

@@ -60,14 +60,9 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
-
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
 
@@ -104,9 +99,9 @@ struct counter {
 
 /* A call record: the call's number in this segment, its signature and element count, a hash of the
  * earlier records, whether all records that its rank has received so far match, whether the call is
- * lazy, and the maximum of the notes (choice.h). Atomic, because a rank that is ahead may write a record that another rank
- * still reads (see mpicoll_shared_all_entered). Counters order all other reads and writes, so
- * relaxed access is enough. */
+ * lazy, and the maximum of the notes (choice.h). Atomic, because a rank that is ahead may write a
+ * record that another rank still reads (see mpicoll_shared_all_entered). Counters order all other
+ * reads and writes, so relaxed access is enough. */
 struct record {
     _Alignas(LINE) struct counter number;
     _Atomic uint32_t matching, note, is_lazy;
@@ -270,8 +265,9 @@ static char *result_slot(const struct mpicoll_shared *shared, uint32_t rank, uin
 /* ---- Counting and waiting -------------------------------------------------------------------- */
 
 /* Sleeping frees the processor for other ranks or threads during long waits; the kernel gives the
- * sleeper a processor again as soon as it is woken. */
-/* Returns 1 if the counter still had the value and the sleep timed out or was interrupted. */
+ * sleeper a processor again as soon as it is woken.
+ *
+ * Returns 1 if the counter still had the value and the sleep timed out or was interrupted. */
 static int sleep_while(struct counter *counter, unsigned value, uint64_t timeout_ns)
 {
     const struct timespec limit = {0, (long)timeout_ns};
@@ -283,6 +279,7 @@ static void wake(struct counter *counter)
 {
     syscall(SYS_futex, &counter->value, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }
+
 static void relax(void)
 {
 #if defined(__x86_64__) || defined(__i386__)
@@ -375,34 +372,12 @@ static int wait_for(const struct mpicoll_shared *shared, struct counter *counter
 /* Minimum size of a copy that bypasses the caches. */
 enum { STREAM_MIN_BYTES = 2048 };
 
-void mpicoll_copy_past_caches(char *into, const char *from, size_t size)
-{
-#ifdef __SSE2__
-    const size_t before = (size_t)(-(uintptr_t)into % sizeof(__m128i));
-    if (size > before + LINE) {
-        memcpy(into, from, before);
-        for (into += before, from += before, size -= before; size >= LINE;
-             into += LINE, from += LINE, size -= LINE) {
-            const __m128i *line = (const __m128i *)from;
-            const __m128i a = _mm_loadu_si128(line), b = _mm_loadu_si128(line + 1);
-            const __m128i c = _mm_loadu_si128(line + 2), d = _mm_loadu_si128(line + 3);
-            _mm_stream_si128((__m128i *)into, a);
-            _mm_stream_si128((__m128i *)into + 1, b);
-            _mm_stream_si128((__m128i *)into + 2, c);
-            _mm_stream_si128((__m128i *)into + 3, d);
-        }
-        _mm_sfence(); /* non-temporal stores are not ordered by themselves */
-    }
-#endif
-    memcpy(into, from, size);
-}
-
 static void copy(char *into, const char *from, size_t size, int past_caches)
 {
     if (past_caches && size >= STREAM_MIN_BYTES)
         mpicoll_copy_past_caches(into, from, size);
     else
-        memcpy(into, from, size);
+        mpicoll_copy(into, from, size);
 }
 
 /* ---- Several arrays as one ------------------------------------------------------------------- */
@@ -1370,7 +1345,7 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
         board += head;
         for (uint32_t k = 0; k < n; k++)
             if (k != me) {
-                memcpy(board, send[k].data, send[k].count * size);
+                mpicoll_copy(board, send[k].data, send[k].count * size);
                 board += send[k].count * size;
             }
     }
@@ -1407,7 +1382,7 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
             if (from == me)
                 data = send[me].data;
             if (data != recv[from].data && sent[me])
-                memcpy(recv[from].data, data, sent[me] * size);
+                mpicoll_copy(recv[from].data, data, sent[me] * size);
         }
     }
     mpicoll_round_close(shared);

@@ -88,7 +88,4 @@ void mpicoll_round_close(struct mpicoll_shared *shared);
  * only once a wait takes long, so that short waits do not pay for it. */
 int mpicoll_is_aborted(const struct mpicoll_shared *shared);
 
-/* Copies with non-temporal stores, which do not fetch the destination lines. */
-void mpicoll_copy_past_caches(char *into, const char *from, size_t size);
-
 #endif

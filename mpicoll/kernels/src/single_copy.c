@@ -205,7 +205,7 @@ static void copy_own(struct mpicoll_span into, struct mpicoll_span from)
     if (from.size >= STREAM_MIN_BYTES)
         mpicoll_copy_past_caches(into.data, from.data, from.size);
     else
-        memcpy(into.data, from.data, from.size);
+        mpicoll_copy(into.data, from.data, from.size);
 }
 
 /* Runs a call whose blocks are in this rank's descriptor. */

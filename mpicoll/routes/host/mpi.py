@@ -101,6 +101,8 @@ def describe(kind: CallKind) -> Any:
         type=_TYPES.get(primitive.mpi, _COMBINE),
         n=group.size(),
         me=group.rank(),
+        many_in=primitive.many_in,
+        many_out=primitive.many_out,
         lists_in=primitive.listed and primitive.many_in,
         lists_out=primitive.listed and primitive.many_out,
         divisor=1,

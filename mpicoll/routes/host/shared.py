@@ -65,9 +65,11 @@ FLAT_MAX_RANKS = 8
 #: elements before measured: one wait instead of two.
 ONE_SHOT_MAX_BYTES = 16 * 1024
 
-#: Number of polls, of 40 to 140 cycles each, before a waiting rank sleeps; the second one applies
-#: if there are fewer processors than runnable threads.
-SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 50
+#: Number of polls, of 40 to 140 cycles each, before a waiting rank yields its processor. They take
+#: about as long as waking up, so a rank waits at most twice as long as with the better choice (A.
+#: Karlin et al., Empirical studies of competitive spinning for a shared-memory multiprocessor, SOSP
+#: 1991). With fewer processors than runnable threads a rank yields at once.
+SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 1
 #: Seconds to spin for the other ranks before handing an async call to the progress thread.
 INLINE_WAIT_S = 1e-3
 

@@ -21,6 +21,15 @@ def describe() -> str:
     return f"{os.cpu_count()} x {words.get('model name') or ' '.join(filter(None, parts))}"
 
 
+def l2_cache_bytes() -> int:
+    """Return the size of the processor's second-level cache; 1 MiB if Linux does not report it."""
+    for cache in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        with suppress(OSError, ValueError):
+            if (cache / "level").read_text().strip() == "2":
+                return int((cache / "size").read_text().strip().removesuffix("K")) << 10
+    return 1 << 20
+
+
 def format_ranges(numbers: Iterable[int]) -> str:
     """Format numbers as ranges: 0-3,8."""
     runs: list[list[int]] = []

@@ -23,6 +23,7 @@ from driver import DTYPES, NAMES, Call, InPlace, check_same_bits, legal_operatio
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll import machine
 from mpicoll.core import debug_level
 from mpicoll.core.signature import encode_kind
 from mpicoll.dispatch import execute
@@ -404,6 +405,17 @@ def test_each_way_gives_the_right_results(world, mpi, monkeypatch, way, dtype):
                 call.run()
             if name == "all_reduce":
                 check_same_bits(mpi, calls)
+
+
+@needs_2_ranks
+@needs_shared_memory
+def test_ranks_with_different_caches_use_slots_of_the_same_size(world, monkeypatch):
+    use_route(monkeypatch, "shared")
+    monkeypatch.setattr(shared, "SLOT", 1 << 18)
+    monkeypatch.setattr(machine, "l2_cache_bytes", lambda: 1 << (19 - world.me))
+    team = sharing_team("other caches", world)
+    assert team.group.resources.find("shared").slot == 1 << 17
+    Call("all_reduce", team, by_name["int32"], 100_000, ReduceOp.SUM).run()
 
 
 @needs_2_ranks

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -198,13 +199,18 @@ LINES = [
 ]  # fmt: skip
 
 
+def compiled(line, architecture):
+    """Return the PTX of a kernel."""
+    code = f"{_source(*_PEERS)}\n{line}\n"
+    options = (*_OPTIONS, "-ftz=true", f"-arch=compute_{architecture}")
+    return cupy.cuda.compiler._NVRTCProgram(code).compile(options)[0].decode()
+
+
 @pytest.mark.parametrize("architecture", [75, 80, 90])
 @pytest.mark.parametrize("line", LINES)
 def test_compiled_instructions(line, architecture):
     """Vector accesses, no contraction, no flushing of subnormals, and few system fences."""
-    code = f"{_source(*_PEERS)}\n{line}\n"
-    options = (*_OPTIONS, "-ftz=true", f"-arch=compute_{architecture}")
-    text = cupy.cuda.compiler._NVRTCProgram(code).compile(options)[0].decode()
+    text = compiled(line, architecture)
     assert "fma.rn.f" not in text
     assert re.search(r"ld\.(global\.)?v[24]\.", text) and re.search(r"st\.(global\.)?v[24]\.", text)
     # Only conversions of the float64 divisor and tests for NaN may flush subnormals.
@@ -213,6 +219,21 @@ def test_compiled_instructions(line, architecture):
     if line.startswith(("ALL_", "REDUCE_", "BROADCAST")):
         assert 0 < text.count("st.release.sys.u64") < 5 and "ld.acquire.sys.u64" in text
         assert "ld.global.nc" not in text  # other GPUs write to the memory
+
+
+#: The last operation of each format: MAX of floats, which has the largest kernels.
+LAST = {by.format: by.operation for by in (reduction.find_loop(*pair.values) for pair in PAIRS)}
+
+
+@pytest.mark.parametrize(("name", "operation"), LAST.items())
+def test_kernels_are_small(name, operation):
+    """A thread converts 16 elements: a conversion that is inlined twice adds hundreds."""
+    for line in (f"ALL_REDUCE({name}, {operation})", f"COMBINE({name}, {operation}, 17)"):
+        text = compiled(line, 90)
+        statements = re.sub("//.*", "", text).split(";")
+        start = re.compile(r"([\s{}]|\$\w+:|@!?%p\d+)*[a-z]")
+        assert 200 < sum(bool(start.match(each)) for each in statements) < 1500, line
+        assert ".local" not in text  # registers hold everything
 
 
 #: A sample of the tests, because compute-sanitizer is slow.

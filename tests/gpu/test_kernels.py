@@ -236,6 +236,61 @@ def test_kernels_are_small(name, operation):
         assert ".local" not in text  # registers hold everything
 
 
+COMPILING = """
+import sys
+from cupy.cuda.compiler import _NVRTCProgram as Program
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.kernels import device_kernels, reduction
+
+compile, compiled, is_first = Program.compile, [], sys.argv[1] == "first"
+def record(program, *arguments):
+    if program.src:
+        compiled.append(program)
+        if is_first:
+            print("compiling", flush=True)
+            input()
+    return compile(program, *arguments)
+Program.compile, device_kernels.COMPILE_TIMEOUT_S = record, float(sys.argv[2])
+if not is_first:
+    print("waiting", flush=True)
+device_kernels.DeviceKernels(0).load(reduction.find_loop(ReduceOp.SUM, by_name["uint8"]), 2)
+print(len(compiled))
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "first", "limit"),
+    [(2, "ends", 600), (4, "ends", 600), (3, "is killed", 600), (3, "hangs", 0.1)],
+)
+def test_one_process_of_a_node_compiles(tmp_path, n, first, limit):
+    """The others wait for it, but neither for one that was killed nor beyond the limit."""
+    jobs = []
+
+    def start(name, says):
+        command = [sys.executable, "-c", COMPILING, name, str(limit)]
+        environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path)}
+        jobs.append(
+            subprocess.Popen(
+                command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        )
+        assert jobs[-1].stdout.readline() == f"{says}\n"
+
+    try:
+        start("first", "compiling")
+        for _ in range(n - 1):
+            start("other", "waiting")
+        time.sleep(0.5)
+        if first == "is killed":
+            jobs[0].kill()
+        ended = jobs[first != "ends" :]
+        counts = [int(job.communicate("\n", timeout=100)[0]) for job in ended]
+        assert sum(counts) == 1 if first == "ends" else sum(counts) > 0
+    finally:
+        for job in jobs:
+            job.kill()
+
+
 #: A sample of the tests, because compute-sanitizer is slow.
 SAMPLE = (
     "(combine and (SUM or AVG or MAX) and (float32 or bfloat16 or e5m2 or complex64 or int16))"

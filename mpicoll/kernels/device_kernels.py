@@ -1,8 +1,8 @@
 """Reductions by kernels on a CUDA device, with the same bits as ``reduction.py`` on the host.
 
 The kernels are in ``device.cu``, the kernels of collectives in ``device_peers.cu``. NVRTC compiles
-them at first use, in less than half a second each, through CuPy, which caches them on disk
-(``CUPY_CACHE_DIR``) for later processes.
+them at first use, in about half a second each, through CuPy, which caches them on disk
+(``CUPY_CACHE_DIR``): one process of a node compiles a kernel, and the others load it.
 
 Bits that ``reduction.py`` leaves undefined may differ: which NaN a sum or product of float32 and
 float64 is, and how products of complex numbers are rounded (here each product once, then their
@@ -11,8 +11,14 @@ sum).
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
+import socket
 import struct
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -41,6 +47,9 @@ _SOURCES = ("formats.h", "device.cu")
 #: kernels.
 _PEERS = (*_SOURCES, "device_peers.cu")
 _PEER_THREADS = 512
+
+#: Seconds to wait for another process to compile a kernel, and between two checks.
+COMPILE_TIMEOUT_S, _CHECK_INTERVAL_S = 10.0, 0.01
 
 # CuPy appends -ftz=true, and the last option wins: device.cu works with it.
 _OPTIONS = ("--fmad=false", "--std=c++17")
@@ -179,9 +188,10 @@ class DeviceKernels:
         kernel = self._kernels.get(line)
         if kernel is None:
             code = f"{_source(*sources)}\n{line}\n"
-            kernel = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
-            # Compile it. The first launch may be in a capture, or beside kernels that wait for it.
-            _ = kernel.num_regs
+            with _first_on_node(code):
+                kernel = cupy.RawModule(code=code, options=_OPTIONS).get_function(name)
+                # The first launch may be in a capture, or beside kernels that wait for it.
+                kernel.compile()
             if self._load is not None:
                 self._load(kernel.kernel.ptr)
             self._kernels[line] = kernel
@@ -256,6 +266,33 @@ def _cut(count: int, arrays: Sequence[tuple[int, int]], parts: int = 1) -> _Cut:
         return _Cut(0, 0, count, count)
     pieces = (count - head) // length
     return _Cut(head, pieces, count, max(pieces, count - pieces * length))
+
+
+@contextmanager
+def _first_on_node(code: str) -> Iterator[None]:
+    """Run the block. If another process of this node and user is running it for the same code, wait
+    until it has ended, and the kernel is in CuPy's cache; at most COMPILE_TIMEOUT_S.
+
+    The ranks cannot agree on who compiles: most kernels are compiled in calls that exchange no
+    messages, and some are selected by the alignment of a rank's own arrays. The claim is a socket
+    address, as in launch/error_output.py: it ends with its process and leaves no file. The timeout
+    is needed because the driver may load a module after kernels that wait for this rank.
+    """
+    digest = hashlib.sha256(code.encode()).hexdigest()[:32]
+    end, waited = time.monotonic() + COMPILE_TIMEOUT_S, False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+        while time.monotonic() < end:
+            try:
+                claim.bind(f"\0mpicoll/{os.getuid()}/kernel/{digest}")
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    break
+            waited = True
+            time.sleep(_CHECK_INTERVAL_S)
+        if waited:  # the kernel is in the cache, from which all can load it at the same time
+            claim.close()
+        yield
 
 
 @cache

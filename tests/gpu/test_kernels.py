@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -198,13 +199,18 @@ LINES = [
 ]  # fmt: skip
 
 
+def compiled(line, architecture):
+    """Return the PTX of a kernel."""
+    code = f"{_source(*_PEERS)}\n{line}\n"
+    options = (*_OPTIONS, "-ftz=true", f"-arch=compute_{architecture}")
+    return cupy.cuda.compiler._NVRTCProgram(code).compile(options)[0].decode()
+
+
 @pytest.mark.parametrize("architecture", [75, 80, 90])
 @pytest.mark.parametrize("line", LINES)
 def test_compiled_instructions(line, architecture):
     """Vector accesses, no contraction, no flushing of subnormals, and few system fences."""
-    code = f"{_source(*_PEERS)}\n{line}\n"
-    options = (*_OPTIONS, "-ftz=true", f"-arch=compute_{architecture}")
-    text = cupy.cuda.compiler._NVRTCProgram(code).compile(options)[0].decode()
+    text = compiled(line, architecture)
     assert "fma.rn.f" not in text
     assert re.search(r"ld\.(global\.)?v[24]\.", text) and re.search(r"st\.(global\.)?v[24]\.", text)
     # Only conversions of the float64 divisor and tests for NaN may flush subnormals.
@@ -213,6 +219,76 @@ def test_compiled_instructions(line, architecture):
     if line.startswith(("ALL_", "REDUCE_", "BROADCAST")):
         assert 0 < text.count("st.release.sys.u64") < 5 and "ld.acquire.sys.u64" in text
         assert "ld.global.nc" not in text  # other GPUs write to the memory
+
+
+#: The last operation of each format: MAX of floats, which has the largest kernels.
+LAST = {by.format: by.operation for by in (reduction.find_loop(*pair.values) for pair in PAIRS)}
+
+
+@pytest.mark.parametrize(("name", "operation"), LAST.items())
+def test_kernels_are_small(name, operation):
+    """A thread converts 16 elements: a conversion that is inlined twice adds hundreds."""
+    for line in (f"ALL_REDUCE({name}, {operation})", f"COMBINE({name}, {operation}, 17)"):
+        text = compiled(line, 90)
+        statements = re.sub("//.*", "", text).split(";")
+        start = re.compile(r"([\s{}]|\$\w+:|@!?%p\d+)*[a-z]")
+        assert 200 < sum(bool(start.match(each)) for each in statements) < 1500, line
+        assert ".local" not in text  # registers hold everything
+
+
+COMPILING = """
+import sys
+from cupy.cuda.compiler import _NVRTCProgram as Program
+from mpicoll.dtypes import ReduceOp, by_name
+from mpicoll.kernels import device_kernels, reduction
+
+compile, compiled, is_first = Program.compile, [], sys.argv[1] == "first"
+def record(program, *arguments):
+    if program.src:
+        compiled.append(program)
+        if is_first:
+            print("compiling", flush=True)
+            input()
+    return compile(program, *arguments)
+Program.compile, device_kernels.COMPILE_TIMEOUT_S = record, float(sys.argv[2])
+if not is_first:
+    print("waiting", flush=True)
+device_kernels.DeviceKernels(0).load(reduction.find_loop(ReduceOp.SUM, by_name["uint8"]), 2)
+print(len(compiled))
+"""
+
+
+@pytest.mark.parametrize(
+    ("n", "first", "limit"),
+    [(2, "ends", 600), (4, "ends", 600), (3, "is killed", 600), (3, "hangs", 0.1)],
+)
+def test_one_process_of_a_node_compiles(tmp_path, n, first, limit):
+    """The others wait for it, but neither for one that was killed nor beyond the limit."""
+    jobs = []
+
+    def start(name, says):
+        command = [sys.executable, "-c", COMPILING, name, str(limit)]
+        environment = os.environ | {"CUPY_CACHE_DIR": str(tmp_path)}
+        jobs.append(
+            subprocess.Popen(
+                command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        )
+        assert jobs[-1].stdout.readline() == f"{says}\n"
+
+    try:
+        start("first", "compiling")
+        for _ in range(n - 1):
+            start("other", "waiting")
+        time.sleep(0.5)
+        if first == "is killed":
+            jobs[0].kill()
+        ended = jobs[first != "ends" :]
+        counts = [int(job.communicate("\n", timeout=100)[0]) for job in ended]
+        assert sum(counts) == 1 if first == "ends" else sum(counts) > 0
+    finally:
+        for job in jobs:
+            job.kill()
 
 
 #: A sample of the tests, because compute-sanitizer is slow.

@@ -179,9 +179,38 @@ FORMATS(NARROW_FORMAT)
 /* Number of elements of this size in 16 bytes. */
 #define LENGTH(BYTES) (16 / (int)(BYTES))
 
+template <class Element, bool packed> struct Word {
+    typedef Element type;
+};
+
+template <class Element> struct Word<Element, true> {
+    typedef uint32_t type;
+};
+
+/* n elements, in words if they are smaller: else compilers unpack a piece when it is read and pack
+ * it when it is written, each time. Elements are set in order. */
 template <class Element, int n>
 struct alignas(n > 1 ? n * sizeof(Element) : alignof(Element)) Piece {
-    Element of[n];
+    enum { bits = 8 * (int)sizeof(Element), packed = n > 1 && bits < 32 };
+    enum { per_word = packed ? 32 / bits : 1 };
+    typename Word<Element, packed>::type words[n / per_word];
+
+    METHOD Element get(int i) const
+    {
+        if constexpr (packed)
+            return (Element)(words[i / per_word] >> i % per_word * bits);
+        else
+            return words[i];
+    }
+    METHOD void set(int i, Element value)
+    {
+        if constexpr (packed) {
+            const int shift = i % per_word * bits;
+            const uint32_t placed = ((uint32_t)value & ~0u >> (32 - bits)) << shift;
+            words[i / per_word] = shift ? words[i / per_word] | placed : placed;
+        } else
+            words[i] = value;
+    }
 };
 
 template <int n, class Element> INLINE Piece<Element, n> *piece(Element *array, int64_t place)
@@ -227,13 +256,13 @@ INLINE Piece<typename Format::element, n> combined(const Sources &sources, int i
 
 #pragma unroll
     for (int i = 0; i < n; i++)
-        numbers[i] = Format::widen(result.of[i]);
-#pragma unroll 4
+        numbers[i] = Format::widen(result.get(i));
+#pragma unroll(n < 8 ? 4 : 16 / n) /* loads at once; more would make the kernel too large */
     for (int k = 1; k < in_use; k++) {
         const Piece<element, n> next = *piece<n>(sources.of[k], place);
 #pragma unroll
         for (int i = 0; i < n; i++)
-            numbers[i] = Format::template fold<operation>(numbers[i], Format::widen(next.of[i]));
+            numbers[i] = Format::template fold<operation>(numbers[i], Format::widen(next.get(i)));
     }
     if (divisor != 1) {
 #pragma unroll
@@ -242,7 +271,7 @@ INLINE Piece<typename Format::element, n> combined(const Sources &sources, int i
     }
 #pragma unroll
     for (int i = 0; i < n; i++)
-        result.of[i] = Format::narrow(numbers[i]);
+        result.set(i, Format::narrow(numbers[i]));
     return result;
 }
 
@@ -273,7 +302,7 @@ template <class Format, int operation, int capacity> struct Combine {
             }
 #pragma unroll
             for (int i = 0; i < n; i++)
-                out[place + i] = result.of[i];
+                out[place + i] = result.get(i);
         }
     }
 };
@@ -295,7 +324,7 @@ template <class Format> struct Scale {
 
 #pragma unroll
         for (int i = 0; i < n; i++)
-            result.of[i] = Format::template fold<PRODUCT>(Format::widen(given.of[i]), factor);
+            result.set(i, Format::template fold<PRODUCT>(Format::widen(given.get(i)), factor));
         *piece<n>(out, place) = result;
     }
 };
@@ -319,10 +348,10 @@ template <class Type> struct ScaleComplex {
 
 #pragma unroll
         for (int i = 0; i < n; i++) {
-            const Type a = result.of[i].real, b = result.of[i].imaginary;
+            const Type a = result.get(i).real, b = result.get(i).imaginary;
             const Type c = factor.real, d = factor.imaginary;
-            result.of[i].real = difference(product(a, c), product(b, d));
-            result.of[i].imaginary = sum(product(a, d), product(b, c));
+            result.set(i, {difference(product(a, c), product(b, d)),
+                           sum(product(a, d), product(b, c))});
         }
         *piece<n>(out, place) = result;
     }
@@ -344,7 +373,7 @@ template <class Format> struct Narrow {
 
 #pragma unroll
         for (int i = 0; i < n; i++)
-            result.of[i] = Format::narrow(given.of[i]);
+            result.set(i, Format::narrow(given.get(i)));
         *piece<n>(out, place) = result;
     }
 };

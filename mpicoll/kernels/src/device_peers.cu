@@ -245,55 +245,66 @@ template <int n, class Element> METHOD bool is_aligned(const Element *array)
 }
 
 /* Moves the elements from `first` to `end` in pieces of n, by the threads of one block. Each thread
- * reads `batch` pieces before it writes them, to have more loads in flight. */
+ * reads `batch` pieces before it writes them, to have more loads in flight.
+ *
+ * There is one place each that reads, widens, divides, narrows and writes, because compilers inline
+ * all of it. The division is a round of the loop over the ranks: a test of the divisor in the outer
+ * loop makes compilers copy that loop. */
 template <class Format, int operation, int n, int batch>
 METHOD void move_pieces(const Steps &steps, const Move<typename Format::element> &move,
                         double divisor, int first, int end)
 {
     typedef typename Format::element element;
-    const int stride = blockDim.x * n;
+    const int stride = blockDim.x * n, ranks = steps.peers.n;
+    const bool combines = operation != COPY && move.combines;
+    const int rounds = !combines ? 1 : divisor == 1 ? ranks : ranks + 1;
 
 #pragma unroll 1
     for (int begin = first + threadIdx.x * n; begin < end; begin += batch * stride) {
         Piece<element, n> got[batch];
+        typename Format::number numbers[batch * n] = {};
 
-        const auto read = [&](const element *from) {
+#pragma unroll 1
+        for (int rank = 0; rank < rounds; rank++) {
+            if (rank == ranks) {
+#pragma unroll
+                for (int i = 0; i < batch * n; i++)
+                    numbers[i] = Format::divided(numbers[i], divisor);
+                break;
+            }
+            const bool own = !combines || rank == steps.peers.me;
+            const element *from = own ? move.source : steps.from<element>(rank);
 #pragma unroll
             for (int k = 0; k < batch; k++)
                 if (begin + k * stride < end)
                     got[k] = *piece<n>(from, begin + k * stride);
-        };
-        const auto write = [&](element *out) {
+            if constexpr (operation != COPY)
+                if (combines) {
 #pragma unroll
-            for (int k = 0; k < batch; k++)
-                if (begin + k * stride < end)
-                    *piece<n>(out, begin + k * stride) = got[k];
-        };
-        if (!move.combines)
-            read(move.source);
-        else if constexpr (operation != COPY) {
-            typename Format::number numbers[batch * n];
-
-#pragma unroll 1
-            for (int rank = 0; rank < steps.peers.n; rank++) {
-                read(rank == steps.peers.me ? move.source : steps.from<element>(rank));
-#pragma unroll
-                for (int i = 0; i < batch * n; i++) {
-                    const auto next = Format::widen(got[i / n].of[i % n]);
-                    numbers[i] = rank ? Format::template fold<operation>(numbers[i], next) : next;
+                    for (int i = 0; i < batch * n; i++) {
+                        const auto next = Format::widen(got[i / n].get(i % n));
+                        const auto folded = Format::template fold<operation>(numbers[i], next);
+                        numbers[i] = rank ? folded : next;
+                    }
                 }
-            }
+        }
+        if (combines) {
 #pragma unroll
             for (int i = 0; i < batch * n; i++)
-                got[i / n].of[i % n] = Format::narrow(
-                    divisor == 1 ? numbers[i] : Format::divided(numbers[i], divisor));
+                got[i / n].set(i % n, Format::narrow(numbers[i]));
         }
-        if (move.out)
-            write(move.out);
 #pragma unroll 1
-        for (int rank = 0; rank < steps.peers.n; rank++)
-            if (move.to & bit(rank))
-                write(steps.into<element>(rank));
+        for (int rank = -1; rank < ranks; rank++) {
+            element *out = move.out;
+            if (rank >= 0)
+                out = move.to & bit(rank) ? steps.into<element>(rank) : 0;
+            if (out) {
+#pragma unroll
+                for (int k = 0; k < batch; k++)
+                    if (begin + k * stride < end)
+                        *piece<n>(out, begin + k * stride) = got[k];
+            }
+        }
     }
 }
 

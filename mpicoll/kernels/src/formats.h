@@ -90,12 +90,22 @@ INLINE float widen_regular(uint32_t bits, int width, enum family family, int man
     const uint32_t least_normal = 1u << mantissa;
     const uint32_t infinite = sign - least_normal;
     const uint32_t magnitude = bits & (sign - 1);
-
+#ifdef __CUDA_ARCH__
+    /* Subnormal float32 are not slower here: shift the exponent, and correct its bias by a factor. */
+    const int left = 32 - width, right = left - shift;
+    const int32_t shifted = (int32_t)(bits << left) >> right & (int32_t)(SIGN | ~SIGN >> right);
+    float value;
+    asm("mul.rn.f32 %0, %1, %2;"
+        : "=f"(value)
+        : "f"(float_of(shifted)), "f"(float_of((uint32_t)(254 - bias) << 23)));
+    const uint32_t wide = bits_of(value);
+#else
     const uint32_t normal = (magnitude << shift) + rebias;
     /* A subnormal has no implicit one: add it and subtract it again. */
     const uint32_t subnormal = bits_of(float_of(normal + one) - float_of(rebias + one));
     uint32_t wide = magnitude < least_normal ? subnormal : normal;
     wide |= (bits & sign) << (32 - width);
+#endif
     switch (family) {
     case IEEE:
         return float_of(magnitude >= infinite ? wide | INFINITE : wide);

@@ -75,6 +75,7 @@ class Communicator:
         # NCCL matches ranks by the identity. The stand-in uses all ranks of the job.
         self.comm = MPI.COMM_WORLD.Split(0, rank)
         self.aborted, self.async_error, self.rank_missing = threading.Event(), "", False
+        self.last = None
         memory = cupy.cuda.alloc_pinned_memory(4)
         self.word, self.pinned = np.frombuffer(memory, np.int32, 1), memory
         self.word[0] = 0
@@ -93,6 +94,7 @@ class Communicator:
             found = np.ravel(task(every.view(dtype))).astype(dtype).view(np.uint8)
             if recv and found.size:
                 bytes_at(recv, found.size).set(found)
+            self.last = cupy.cuda.get_current_stream().record()
 
     def allReduce(self, send, recv, count, kind, op, stream):
         self._run(stream, send, count, recv, kind, lambda every: reduced(every, op))
@@ -126,8 +128,9 @@ class Communicator:
             raise RuntimeError(self.async_error)
 
     def destroy(self):
-        assert not self.aborted.is_set()
+        assert not self.aborted.is_set() and (self.last is None or self.last.done)
         self.comm.Free()
+        self.async_error = "the communicator was destroyed"
 
     def abort(self):
         """Cancel enqueued work on this rank only, as ncclCommAbort does."""
@@ -426,10 +429,19 @@ def test_destructors_on_the_watchdog_thread_do_not_delay_the_abort(group, part, 
         dist.all_reduce(cupy.ones(9, cupy.int32), group=group)
 
 
+def test_destroy_waits_for_calls(group, part):
+    """The stand-in checks it. The watchdog thread no longer reads NCCL's error."""
+    dist.all_reduce(cupy.ones(9, cupy.int32), group=group)
+    dist.destroy_process_group(group)
+    part._next_look = 0.0
+    assert part.find_failure() is None
+
+
 def test_async_error_of_nccl_fails_the_group_on_all_ranks(group, part):
     part.comm.rank_missing = True
     array = cupy.ones(9, cupy.int32)
     dist.all_reduce(array, group=group)
+    MPI.COMM_WORLD.Barrier()  # else this call of a late rank raises the error
     if dist.get_rank() == 0:
         part.comm.async_error = "a remote process has exited"
     wait_until_failed(group)

@@ -148,7 +148,7 @@ def main() -> None:
 
     def make_counted_part(*arguments: Any) -> Any:
         part = make_part(*arguments)
-        part.inner = CountingComm(part.inner)
+        part.inner = part.messages = CountingComm(part.inner)
         return part
 
     vars(hierarchical)["make_part"] = make_counted_part

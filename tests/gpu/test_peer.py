@@ -186,18 +186,6 @@ def test_route_is_off_if_its_trial_call_fails(n, me, monkeypatch, how):
     dist.destroy_process_group(group)
 
 
-def test_trial_call_with_a_late_rank(n, me, monkeypatch):
-    """The workspaces of all ranks are initialized before any rank writes to them."""
-    try_once = peer.Peers._try_once
-    monkeypatch.setattr(peer, "TRY_LIMIT", 3.0)
-    monkeypatch.setattr(peer.Peers, "_try_once", lambda self: (time.sleep(me), try_once(self)))
-    with forced("auto"):
-        group = dist.new_group()
-        dist.all_reduce(cupy.ones(1, cupy.float32), group=group)
-    assert group.resources.find("devices").names[0] == "peer"
-    dist.destroy_process_group(group)
-
-
 def test_ranks_that_share_a_gpu_use_another_route(n, me):
     """A warning that is an error does not block the other ranks. Forcing the route raises."""
     with cupy.cuda.Device(0):

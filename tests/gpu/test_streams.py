@@ -407,6 +407,7 @@ def test_error_between_chunks_keeps_stream_order(through_the_host, monkeypatch):
     monkeypatch.setattr(staged, "CHUNK", 400)
     with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
         array = made(300, dist.get_rank())
+    dist.all_reduce(array, group=through_the_host)  # allocates the buffers
     with Fault("synchronize", True, number=2) as fault:
         dist.all_reduce(array, group=through_the_host)
     assert fault.failed, "the call has one chunk"

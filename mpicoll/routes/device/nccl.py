@@ -235,7 +235,7 @@ class Nccl(RouteState):
         self._abort()
 
     def close(self, limit: float) -> None:
-        if self.find_failure(wait=True) is None:
+        if self._failure is None:  # destroy_process_group has called ``find_failure(wait=True)``
             self._lock.acquire(timeout=_CHECK_TIMEOUT_S)  # from now on no thread reads NCCL's error
             self.comm.destroy()
 

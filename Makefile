@@ -103,9 +103,10 @@ test-torch-latest:  ## the tests that need PyTorch, with the newest release, whi
 	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
 
 # Too long for each change: client libraries, PyTorch's newest release and own tests, a third launcher.
-test-nightly:  ## test-clients, test-torch-latest, PyTorch's own tests on 2 ranks, faults under torchrun
+test-nightly:  ## test-clients, test-torch-latest, test-removed-waits, PyTorch's own tests, faults under torchrun
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
+	$(MAKE) --no-print-directory test-removed-waits
 	$(MAKE) --no-print-directory test-torch-suite \
 	    ARGS='--backend mpicoll mpi --world-size 2 --jobs 2'
 	$(MAKE) --no-print-directory chaos ARGS='--launcher torchrun --chosen --at-a-time 3'

@@ -58,7 +58,7 @@ def asked_for(backend: str) -> bool:
 
 #: Seconds between checks for failures, without and with waiting; seconds to wait for an abort.
 _INTERVAL, _PAUSE, _ABORT = 0.1, 1e-3, 10.0
-#: Seconds to wait for another thread's check before an abort.
+#: Seconds to wait for another thread's check before the communicator ends.
 _CHECK_TIMEOUT_S = 1.0
 #: Seconds for all ranks to return from ncclCommInitRank; size in bytes of a rank's error message.
 _INIT_TIMEOUT_S, _WORDS = 60.0, 512
@@ -235,7 +235,8 @@ class Nccl(RouteState):
         self._abort()
 
     def close(self, limit: float) -> None:
-        if self.find_failure(wait=True) is None:
+        if self._failure is None:  # destroy_process_group has called ``find_failure(wait=True)``
+            self._lock.acquire(timeout=_CHECK_TIMEOUT_S)  # from now on no thread reads NCCL's error
             self.comm.destroy()
 
 

@@ -303,7 +303,8 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
         left_out += [f"{site.name}: no {name}" for name in sorted(missing)]
         routes: dict[tuple[int, str], dict[str, str]] = {}  # by number of ranks and forced route
         for suite in SUITES:
-            libraries = [name for name in suite.libraries if name not in missing]
+            chosen = {*options.libraries} - missing
+            libraries = [name for name in suite.libraries if name in chosen]
             if suite.name not in options.suites or not libraries or "cupy" in missing:
                 continue
             for ranks, route in itertools.product(suite.ranks, suite.routes):
@@ -332,6 +333,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--look", action="store_true", help="only report whether there is a GPU")
     add("--ranks", type=int, nargs="+", default=RANKS)
     add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
+    libraries = ["cupy", "interface", "torch"]
+    add("--libraries", nargs="+", choices=libraries, default=libraries)
     names = [suite.name for suite in SUITES]
     add("--suites", nargs="+", choices=names, default=names)
     add("--require", action="store_true",

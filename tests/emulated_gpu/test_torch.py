@@ -31,7 +31,7 @@ def test_asynchronous_copies(pinned):
     host = torch.arange(1000.0, pin_memory=pinned)
     found = torch.zeros(1000, pin_memory=True)
     assert host.is_pinned() is pinned
-    with torch.cuda.stream(torch.cuda.Stream()) as stream:
+    with torch.cuda.stream(torch.cuda.Stream()):
         tensor = host.to("cuda", non_blocking=True)
         host += 1  # pageable memory has been read, pinned memory has not
         found.copy_(tensor, non_blocking=True)

@@ -47,9 +47,9 @@ def upload(tensor: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
 
 def copy(keys: Any, into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
     """Copy bytes, or convert on the host."""
-    if into.dtype == source.dtype and into.shape == source.shape:
-        if into.is_contiguous() and source.is_contiguous():
-            return copy_bytes.call_boxed(keys, into, source, non_blocking)
+    is_flat = into.is_contiguous() and source.is_contiguous()
+    if is_flat and (into.dtype, into.shape) == (source.dtype, source.shape):
+        return copy_bytes.call_boxed(keys, into, source, non_blocking)
     given = download(source) if source.is_cuda else source
     return upload(into, download(into).copy_(given)) if into.is_cuda else into.copy_(given)
 

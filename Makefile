@@ -141,8 +141,9 @@ test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ra
 test-gpu-emulated-torch:  ## the tests of CUDA tensors, with the newest torch (6 GB), on an emulated device
 	@$(MAKE) --no-print-directory emulated-environment MPI=mpich EMULATED_VENV=$(LATEST) \
 	    EMULATED_TORCH=torch EMULATOR=$(EMULATOR)-torch
-	@. $(EMULATOR)-torch/env.sh && $(PYTHON) tests/gpu/run.py mpich=$(LATEST) --ranks 2 --require \
-	    --suites backend facade load --libraries torch --routes auto ipc staged $(ARGS)
+	@. $(EMULATOR)-torch/env.sh && run='$(PYTHON) tests/gpu/run.py mpich=$(LATEST) --ranks 2 --require' && \
+	    $$run --libraries torch --suites device backend facade load --routes auto ipc staged $(ARGS) && \
+	    $$run --libraries torch --suites tensors --routes staged $(ARGS)
 
 test-removed-waits:  ## remove each wait between streams once: a test on the emulated device fails
 	@$(MAKE) --no-print-directory emulated-environment MPI=mpich

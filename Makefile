@@ -66,7 +66,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
-.PHONY: emulated-environment test-gpu-emulated test-removed-waits
+.PHONY: emulated-environment test-gpu-emulated test-gpu-emulated-torch test-removed-waits
 .PHONY: test-torch-latest test-torch-suite test-nightly lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
 .PHONY: chaos soak coverage environment
 .PHONY: gpu-environment clean
@@ -103,9 +103,10 @@ test-torch-latest:  ## the tests that need PyTorch, with the newest release, whi
 	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
 
 # Too long for each change: client libraries, PyTorch's newest release and own tests, a third launcher.
-test-nightly:  ## test-clients, test-torch-latest, test-removed-waits, PyTorch's own tests, faults under torchrun
+test-nightly:  ## what needs large downloads or hours: clients, the newest torch, emulated GPUs, torch's own tests
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
+	$(MAKE) --no-print-directory test-gpu-emulated-torch
 	$(MAKE) --no-print-directory test-removed-waits
 	$(MAKE) --no-print-directory test-torch-suite \
 	    ARGS='--backend mpicoll mpi --world-size 2 --jobs 2'
@@ -121,19 +122,29 @@ test-gpu:  ## the tests that need a GPU, with MPICH and Open MPI; CUDA_MPI=FOLDE
 	        $(if $(CUDA_MPI),cuda-mpi=$(CUDA_MPI)) $(ARGS); }
 
 # tests/emulated_gpu/ runs CuPy's code on the CPU. Each MPI has an environment of its own, without
-# torch, which brings no PTX. The device and its compiled kernels are shared.
+# torch, which is large with CUDA. The device and its compiled kernels are shared.
 EMULATED := cupy-cuda13x cython nvidia-cuda-nvrtc nvidia-cuda-runtime nvidia-cuda-crt
 EMULATOR := $(CURDIR)/.cache/emulated_gpu
+EMULATED_VENV = .venv-emulated-$(ONE)
+EMULATED_TORCH =
 emulated-environment:
-	@$(MAKE) --no-print-directory environment MPI=$(ONE) VENV=.venv-emulated-$(ONE) TORCH=
-	@.venv-emulated-$(ONE)/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED)
-	@.venv-emulated-$(ONE)/bin/python tests/emulated_gpu/build.py $(EMULATOR)
+	@$(MAKE) --no-print-directory environment MPI=$(ONE) VENV=$(EMULATED_VENV) TORCH=$(EMULATED_TORCH)
+	@$(EMULATED_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED)
+	@$(EMULATED_VENV)/bin/python tests/emulated_gpu/build.py $(EMULATOR)
 
 test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ranks; ARGS='--suites kernels'
 	@for mpi in $(GPU_TESTED); do \
 	    $(MAKE) --no-print-directory emulated-environment MPI=$$mpi && ( . $(EMULATOR)/env.sh && \
 	        $(PYTHON) tests/gpu/run.py $$mpi=.venv-emulated-$$mpi --ranks 2 --timeout 1200 $(ARGS) \
 	    ) || exit 1; done
+
+# torch's streams, events and memory run on the device, and its operators on the host.
+test-gpu-emulated-torch:  ## the tests of CUDA tensors, with the newest torch (6 GB), on an emulated device
+	@$(MAKE) --no-print-directory emulated-environment MPI=mpich EMULATED_VENV=$(LATEST) \
+	    EMULATED_TORCH=torch EMULATOR=$(EMULATOR)-torch
+	@. $(EMULATOR)-torch/env.sh && run='$(PYTHON) tests/gpu/run.py mpich=$(LATEST) --ranks 2 --require' && \
+	    $$run --libraries torch --suites device backend facade load --routes auto ipc staged $(ARGS) && \
+	    $$run --libraries torch --suites tensors --routes staged $(ARGS)
 
 test-removed-waits:  ## remove each wait between streams once: a test on the emulated device fails
 	@$(MAKE) --no-print-directory emulated-environment MPI=mpich

@@ -6,6 +6,7 @@ VENV is a virtual environment with CuPy's wheel (cupy-cuda13x or cupy-cuda12x) a
 REQUIREMENTS. The script writes to FOLDER:
 
 - libcuda.so.1: the CUDA runtime and driver functions of this folder's C files;
+- libcudart.so.13: loads libcuda.so.1 in place of the CUDA runtime that torch is linked to;
 - site/: the wheel's packages, with the module cupy_backends.cuda.api.runtime rebuilt from CuPy's
   source distribution and linked to libcuda.so.1 instead of the static CUDA runtime;
 - env.sh: the environment variables for a shell, e.g. `. FOLDER/env.sh && VENV/bin/python ...`;
@@ -125,15 +126,19 @@ def download(source: Path) -> None:
         members.extractall(source.parent, wanted, filter="data")
 
 
-def write_stubs(source: Path, output: Path, sources: list[Path]) -> None:
-    """Write a C file with stubs of the functions that CuPy links or loads and C files lack."""
+def write_stubs(source: Path, cuda: Path, output: Path, sources: list[Path]) -> None:
+    """Write a C file with stubs of the functions of the runtime, and of the driver functions that
+    CuPy loads, that C files lack.
+    """
     runtime, driver, module = (
         (source / "cupy_backends/cuda/api" / name).read_text()
         for name in ("_runtime_extern.pxi", "_driver_extern.pxi", "runtime.pyx")
     )
     loaded = re.findall(r"_L\.get\(f?'(\w+)(\{version\})?'\)", driver)
+    declared = (cuda / "cuda_runtime_api.h").read_text()
     needed = {
         *re.findall(r"\bint (cuda\w+)\(", runtime + module),
+        *re.findall(r"^extern .*\bcudaError_t CUDARTAPI (cuda\w+)\(", declared, re.MULTILINE),
         *(f"cu{name}{'_v2' if version else ''}" for name, version in loaded),
     }
     text = "".join(file.read_text() for file in sources)
@@ -159,6 +164,16 @@ def compile_module(source: Path, built: Path, cuda: Path) -> None:
     )  # fmt: skip
 
 
+def link_runtime(folder: Path) -> None:
+    """Build an empty library with the name and the version of the CUDA runtime's symbols."""
+    name = "libcudart.so.13"
+    (folder / "version.map").write_text(f"{name} {{ }};\n")
+    run(
+        "gcc", "-shared", f"-Wl,-soname,{name}", f"-Wl,--version-script={folder / 'version.map'}",
+        "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-o", folder / name, folder / "libcuda.so.1",
+    )  # fmt: skip
+
+
 def assemble_site(site: Path, module: Path) -> None:
     """Link the wheel's packages into a folder, with the rebuilt module in place of the wheel's."""
     shutil.rmtree(site, ignore_errors=True)
@@ -181,6 +196,9 @@ def write_variables(folder: Path, site: Path) -> None:
         "EMULATED_GPU_CACHE": str(folder / "kernels"),
         "CUDA_VISIBLE_DEVICES": "${CUDA_VISIBLE_DEVICES:-0,1}",  # there is no nvidia-smi to ask
     }
+    if (SITE / "torch/lib/libtorch_cuda.so").exists():
+        # torch finds its own runtime by its RPATH, unless the name is loaded.
+        variables["LD_PRELOAD"] = str(folder / "libcudart.so.13")
     lines = [f'export {name}="{value}"\n' for name, value in variables.items()]
     (folder / "env.sh").write_text("".join(lines))
 
@@ -194,7 +212,7 @@ def main() -> None:
     run_step(folder / "source.stamp", lambda: download(source), source.name)
 
     sources, stubs, library = sorted(HERE.glob("*.c")), folder / "stubs.c", folder / "libcuda.so.1"
-    write_stubs(source, stubs, sources)
+    write_stubs(source, cuda, stubs, sources)
     translator = [*sorted(HERE.glob("ptx*")), HERE / "kernel.h"]
     version = hashlib.sha256(b"".join(each.read_bytes() for each in translator)).hexdigest()
     definitions = {
@@ -205,6 +223,7 @@ def main() -> None:
     command += ["-ldl", "-lpthread", "-lrt", "-lm"]
     inputs = options, *sources, stubs, *sorted(HERE.glob("*.h"))
     run_step(folder / "library.stamp", lambda: print(run(*command), end=""), *inputs)
+    link_runtime(folder)
 
     (installed,) = SITE.glob(f"{MODULE}.*.so")
     module, site = folder / installed.name, folder / "site"

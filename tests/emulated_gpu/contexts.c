@@ -155,6 +155,11 @@ EXPORT cudaError_t cudaGetLastError(void)
     return error;
 }
 
+EXPORT cudaError_t cudaPeekAtLastError(void)
+{
+    return last_error;
+}
+
 /* ---- device attributes ---- */
 
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device)

@@ -331,6 +331,7 @@ EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle)
     return failed(device_error(device));
 }
 
+/* CuPy leaves "not ready" as the last error of its static runtime, which torch's does not share. */
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle)
 {
     HOLD_DEVICE;
@@ -346,7 +347,7 @@ EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle)
         done = 0;
         count_query(event->latest->place, &event->queries);
     }
-    return failed(done ? device_error(event->device) : cudaErrorNotReady);
+    return done ? failed(device_error(event->device)) : cudaErrorNotReady;
 }
 
 /* ---- handles for other processes ---- */

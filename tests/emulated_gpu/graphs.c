@@ -98,6 +98,11 @@ EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
     return CUDA_SUCCESS;
 }
 
+EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
+{
+    return failed((cudaError_t)cuThreadExchangeStreamCaptureMode((CUstreamCaptureMode *)mode));
+}
+
 /* ---- capture ---- */
 
 cudaError_t capture_work(struct stream *stream, struct work work)
@@ -187,6 +192,18 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCap
         *status = stream->capture->is_invalid ? cudaStreamCaptureStatusInvalidated
                                               : cudaStreamCaptureStatusActive;
     return cudaSuccess;
+}
+
+EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
+                                            enum cudaStreamCaptureStatus *status,
+                                            unsigned long long *id, cudaGraph_t *graph,
+                                            const cudaGraphNode_t **nodes,
+                                            const cudaGraphEdgeData **edges, size_t *count)
+{
+    cudaError_t error = cudaStreamIsCapturing(stream, status);
+
+    (void)id, (void)graph, (void)nodes, (void)edges, (void)count;
+    return error || *status == cudaStreamCaptureStatusNone ? error : failed(cudaErrorNotSupported);
 }
 
 /* ---- graphs ---- */

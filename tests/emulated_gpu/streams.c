@@ -393,5 +393,5 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle)
     if (is_done(end))
         return failed(device_error(end.stream->device));
     count_query(end, &end.stream->queries);
-    return failed(cudaErrorNotReady);
+    return cudaErrorNotReady; /* see cudaEventQuery */
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from datetime import timedelta
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from device_arrays import LIBRARIES, ROUTES, devices, forced
 
-sys.path.append(str(Path(__file__).parents[1] / "pytorch"))  # models.py
-
+sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("pytorch", "emulated_gpu")]
+if "EMULATED_GPU_CACHE" in os.environ and "torch" in LIBRARIES:
+    importlib.import_module("torch_kernels")
 
 # run.py has checked that there are a GPU and CuPy, and finds the helpers of tests/mpi.
 collect_ignore_glob = [] if os.environ.get("TEST_MPICOLL_DEVICE") else ["test_*.py"]

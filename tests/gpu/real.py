@@ -184,9 +184,10 @@ class Arrays:
         self.streams = library == "interface"
         several = self.streams and not OWN_GPU
         self.devices = cupy.cuda.runtime.getDeviceCount() if several else 1
+        self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
         if is_emulated():
             self.sizes = (20 << 20,)
-        self.kinds = ("expandable",) if library == "torch" else ("async", "managed")
+            self.kinds = ("plain",) if library == "torch" else self.kinds
         self.pooled = "plain" if library == "torch" else "pool"
         self._side = {
             index: [new_stream(index) for _ in range(8 if self.streams else 1)]

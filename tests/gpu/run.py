@@ -90,12 +90,16 @@ SUITES = (
     Suite("runtime", [f"{TESTS}runtime.py"], ranks=PLAINLY),
     Suite("libraries", [f"{TESTS}libraries.py"], ranks=PLAINLY),
     Suite("probes", [f"{TESTS}probes.py"], ranks=PLAINLY),
-    Suite("device", ["tests/emulated_gpu"], ranks=PLAINLY),
+    Suite("device", ["tests/emulated_gpu"], ["cupy", "torch"], ranks=PLAINLY),
     Suite("backend", [f"{TESTS}cuda_tensors.py"], ["torch"],
           ["auto", "ipc", "staged", "direct", "nccl"]),
     Suite("facade", [f"{TESTS}devices.py"], ["cupy", "interface", "torch"],
           [name for name in ROUTES if name != "hierarchical"]),
     Suite("jobs", [f"{TESTS}gpu_jobs.py", f"{TESTS}ends.py"], ranks=PLAINLY),
+    # Tests that are written for tensors in host memory, with CUDA tensors.
+    Suite("tensors", [f"tests/pytorch/test_{name}.py" for name in (
+        "collectives", "coalesced", "point_to_point", "functional", "methods", "works")],
+          ["torch"], ["auto", "staged"], ranks=(2,), part=TORCH),
     # With the torch of the GPU machine, which may differ from that of `make test`.
     Suite("pytorch", ["tests/pytorch"], ["torch"], ranks=(2,), part=TORCH),
 )  # fmt: skip
@@ -284,6 +288,7 @@ class Task:
             "TEST_MPICOLL_ROUTES": self.route,
             "TEST_MPICOLL_DEVICES": ",".join(self.libraries),
             "TEST_MPICOLL_DEVICE": "cuda",
+            "TEST_MPICOLL_TENSORS": "cuda" if self.suite.name == "tensors" else "",
             "TEST_MPICOLL_OWN_GPU": "1" if self.route in GPU_EACH else "",
             "MPICOLL_DEVICE_ROUTE": "" if self.route == "auto" else self.route,
         }
@@ -303,7 +308,8 @@ def plan(options: argparse.Namespace, left_out: list[str]) -> list[Task]:
         left_out += [f"{site.name}: no {name}" for name in sorted(missing)]
         routes: dict[tuple[int, str], dict[str, str]] = {}  # by number of ranks and forced route
         for suite in SUITES:
-            libraries = [name for name in suite.libraries if name not in missing]
+            chosen = {*options.libraries} - missing
+            libraries = [name for name in suite.libraries if name in chosen]
             if suite.name not in options.suites or not libraries or "cupy" in missing:
                 continue
             for ranks, route in itertools.product(suite.ranks, suite.routes):
@@ -332,6 +338,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--look", action="store_true", help="only report whether there is a GPU")
     add("--ranks", type=int, nargs="+", default=RANKS)
     add("--routes", nargs="+", choices=ROUTES, default=ROUTES)
+    libraries = ["cupy", "interface", "torch"]
+    add("--libraries", nargs="+", choices=libraries, default=libraries)
     names = [suite.name for suite in SUITES]
     add("--suites", nargs="+", choices=names, default=names)
     add("--require", action="store_true",

@@ -7,7 +7,9 @@ batch.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import os
 import shutil
 import sys
 import tempfile
@@ -35,6 +37,11 @@ NUMBERS_AS_LISTED = "sort_ranks" in inspect.signature(dist.new_group).parameters
 needs_2_ranks = pytest.mark.skipif(MPI.COMM_WORLD.size < 2, reason="needs 2 ranks")
 
 torch.set_num_threads(1)
+if os.environ.get("TEST_MPICOLL_TENSORS") == "cuda":  # set by tests/gpu/run.py
+    if "EMULATED_GPU_CACHE" in os.environ:
+        sys.path.append(str(Path(__file__).parents[1] / "emulated_gpu"))
+        importlib.import_module("torch_kernels")
+    torch.set_default_device(f"cuda:{MPI.COMM_WORLD.rank % torch.cuda.device_count()}")
 if not hasattr(dist, "all_gather_single"):  # before torch 2.13, which has only the older names
     dist.all_gather_single = dist.all_gather_into_tensor
     dist.reduce_scatter_single = dist.reduce_scatter_tensor

@@ -35,7 +35,8 @@ def generator(*key: object) -> torch.Generator:
 
 def whole(dtype: torch.dtype, rank: int, *shape: int, key: object = 0) -> torch.Tensor:
     """Integers small enough that sums and products of four ranks are exact in any dtype."""
-    made = torch.randint(-3, 4, shape, generator=generator(rank, shape, key))
+    made = torch.randint(-3, 4, shape, generator=generator(rank, shape, key), device="cpu")
+    made = made.to(torch.get_default_device())
     if dtype is torch.bool:
         return made > 0
     if dtype is torch.uint8:
@@ -47,7 +48,8 @@ def whole(dtype: torch.dtype, rank: int, *shape: int, key: object = 0) -> torch.
 
 def normal(rank: int, *shape: int, key: object = 0, dtype=torch.float32) -> torch.Tensor:
     """Normally distributed values."""
-    return torch.randn(shape, generator=generator(rank, shape, key)).to(dtype)
+    made = torch.randn(shape, generator=generator(rank, shape, key), device="cpu")
+    return made.to(torch.get_default_device(), dtype)
 
 
 def factor(dtype: torch.dtype) -> float:

@@ -65,7 +65,7 @@ export OMP_NUM_THREADS := 1
 # Thousands of processes import mpicoll: where this is set, as in many containers, each compiles it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo torch test test-clients test-docs test-site test-slurm test-gpu test-horovod
+.PHONY: help demo torch test test-clients test-docs test-slurm test-gpu test-horovod
 .PHONY: emulated-environment test-gpu-emulated test-gpu-emulated-torch test-removed-waits
 .PHONY: test-torch-latest test-torch-suite test-nightly lint bench bench-gpu docs wheel test-wheel test-packages sanitize random
 .PHONY: chaos soak coverage environment
@@ -166,10 +166,6 @@ test-docs: environment $(VENV)/.docs  ## the pages: their code on two ranks, the
 	    $(VENV)/bin/python -m pytest -q tests/test_pages.py tests/test_project.py $(ARGS)
 
 # With the system's Chromium.
-test-site: docs  ## the site in a browser, in a wide window and a narrow one
-	$(PIP) playwright
-	$(VENV)/bin/python tests/site/browse.py $(ARGS)
-
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
 test-clients:  ## scripts of libraries that people run, such as Lightning, and Ray, Spark and Dask, newest versions

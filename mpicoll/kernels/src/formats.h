@@ -91,7 +91,7 @@ INLINE float widen_regular(uint32_t bits, int width, enum family family, int man
     const uint32_t infinite = sign - least_normal;
     const uint32_t magnitude = bits & (sign - 1);
 #ifdef __CUDA_ARCH__
-    /* Subnormal float32 are not slower here: shift the exponent, and correct its bias by a factor. */
+    /* Subnormal numbers are not slower here: shift the exponent, then multiply by the bias. */
     const int left = 32 - width, right = left - shift;
     const int32_t shifted = (int32_t)(bits << left) >> right & (int32_t)(SIGN | ~SIGN >> right);
     float value;

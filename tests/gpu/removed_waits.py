@@ -11,7 +11,7 @@ missed. A timeout or another error does not count.
 Waits that are not listed:
 
 - torch/sparse.py, torch/works.py and Horovod's functions wait for streams of torch, whose CUDA
-  tensors do not run on the emulated device.
+  wheel only ``make test-gpu-emulated-torch`` installs.
 - cli/bench_calls.py: without the wait, the measured times are wrong, not the results.
 - api/lifecycle.py, at exit without destroy_process_group: its tests start jobs (test_ends.py).
 - peer.py, ``find_failure`` and ``close`` call the same wait, which the rows of `peer` remove.

@@ -1,19 +1,16 @@
-"""The PyTorch backend on CUDA tensors: stream order, futures, training, torch.compile.
+"""The PyTorch backend on CUDA tensors: stream order, futures, training.
 
 Tensors are filled with delay over garbage, so that missing stream order gives wrong values. Every
-rank runs every test. tests/pytorch has every function of the backend, on the host.
+rank runs every test. tests/pytorch has every function of the backend, and torch.compile.
 """
 
 from __future__ import annotations
 
-import shutil
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from models import batch, batches, loss_of, make
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -230,32 +227,3 @@ def test_loaders_in_forked_processes(device, pinned):
     total = torch.ones(1000, device=device)
     dist.all_reduce(total)
     assert (total == dist.get_world_size()).all()
-
-
-NO_COMPILER = pytest.mark.skipif(
-    not (shutil.which("cc") and shutil.which("g++")) or "torch_kernels" in sys.modules,
-    reason="inductor needs a C and a C++ compiler, and a device that runs its kernels",
-)
-
-
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=NO_COMPILER)])
-def test_compiled(device, compiler):
-    """Functional collectives in one graph, with kernels between them."""
-    n, me = dist.get_world_size(), dist.get_rank()
-    ranks = list(range(n))
-
-    def layer(x):
-        total = funcol.all_reduce(torch.sin(x), "sum", ranks)
-        gathered = funcol.all_gather_tensor(total * x, 0, ranks)
-        return funcol.reduce_scatter_tensor(gathered + 1, "sum", 0, ranks).relu()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend=compiler, fullgraph=True)
-    for key in range(2):
-        inputs = [torch.linspace(-1, 1 + key, 60, device=device) * (r + 1) for r in range(n)]
-        total = sum(torch.sin(x) for x in inputs)
-        late(device)
-        torch.testing.assert_close(
-            compiled(inputs[me]), ((total * inputs[me] + 1) * n).relu(), rtol=1e-4, atol=1e-5
-        )
-    dist.barrier()

@@ -217,22 +217,6 @@ def test_builtin_hooks_train_as_with_gloo(world, kind, settings):
             same_parameters(trained[0], trained_alone(world.size, STEPS), rtol=0, atol=1e-6)
 
 
-def test_user_defined_hook(world):
-    """It sums instead of averaging, with an asynchronous all_reduce and a callback."""
-    seen = []
-
-    def hook(state, bucket):
-        seen.append(bucket.index())
-        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return future.then(lambda done: done.value()[0].clone() * state)
-
-    model = DDP(make(), **BUCKETS)
-    model.register_comm_hook(10.0, hook)
-    for gradient, wanted in zip(gradients(model, world.me), gradients_of(world.size), strict=True):
-        near(gradient, wanted * world.size * 10, rtol=1e-5, atol=1e-5)
-    assert seen
-
-
 def test_zero_redundancy_optimizer(world):
     """Each rank keeps a part of the optimizer state."""
     model = DDP(make())

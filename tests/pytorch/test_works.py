@@ -6,9 +6,8 @@ import contextlib
 import gc
 import inspect
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import ClassVar
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -43,93 +42,39 @@ class OnDevice:
     is_cuda, device = True, "cuda:0"
 
 
-class StreamFuture:
-    """Models torch's Future on GPUs (ATen/core/ivalue_inl.h).
-
-    A result is ordered after the work on the current streams of its devices at the time of
-    set_result. Callbacks run on streams that contain only that work.
-    """
-
-    current: ClassVar[set[str]] = set()  # contents of the current streams
-
-    def __init__(self, *, devices: list[str]) -> None:
-        self.devices = devices
-        self.waiting: list[Callable[[], None]] = []
-        self.done = False
-
-    def set_result(self, value: object) -> None:
-        held = value if isinstance(value, list) else []
-        assert all(one.device in self.devices for one in held)
-        self.result, self.done = value, True
-        self.after = set(StreamFuture.current) if held else set()
-        for callback in self.waiting:
-            callback()
-
-    def then(self, callback: Callable[[StreamFuture], object]) -> StreamFuture:
-        found = StreamFuture(devices=self.devices)
-
-        def call() -> None:
-            outside, StreamFuture.current = StreamFuture.current, set(self.after)
-            found.set_result(callback(self))
-            StreamFuture.current = outside
-
-        call() if self.done else self.waiting.append(call)
-        return found
-
-
-def test_callbacks_of_a_synchronous_device_call_follow_the_call(monkeypatch):
-    """The callbacks are ordered after the work on the caller's stream, which includes the call."""
-    from mpicoll.torch import works
-
-    monkeypatch.setattr(torch.futures, "Future", StreamFuture)
-    monkeypatch.setattr(StreamFuture, "current", {"the call"})
-    work, tensor = works.CompletedWork(), OnDevice()
-    work.output = [tensor]
-    future = work.get_future()
-    assert future.after == {"the call"} and future.result == [tensor]
-    seen = []
-    future.then(lambda done: seen.append((done.result, set(StreamFuture.current))))
-    assert seen == [([tensor], {"the call"})]
-
-
-def order():
-    """Models a call on a stream. A stream that joins is ordered after the call."""
-
-    def join(where: str) -> None:
-        StreamFuture.current = {*StreamFuture.current, "the call"}
-
-    return Mock(join=join, in_callbacks=contextlib.nullcontext, find_failure=lambda: None)
-
-
-@contextlib.contextmanager
-def in_new_stream(stream):
-    outside, StreamFuture.current = StreamFuture.current, set()
-    yield
-    StreamFuture.current = outside
-
-
 @pytest.mark.parametrize("early", [False, True])
-def test_callbacks_of_an_async_device_call_do_not_block_streams(monkeypatch, early):
-    """The callbacks are ordered after the call only, and no stream of the program waits."""
+def test_future_of_an_async_device_call_blocks_no_stream_of_the_program(monkeypatch, early):
+    """Only new streams wait for the call. gpu/test_cuda_tensors.py runs callbacks on a device."""
     from mpicoll.core.work import Work
     from mpicoll.torch import works
 
-    monkeypatch.setattr(torch.futures, "Future", StreamFuture)
-    monkeypatch.setattr(StreamFuture, "current", {"the program"})
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "stream", in_new_stream)
+    current, joined = ["the program's"], []
+
+    @contextlib.contextmanager
+    def use(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    futures = SimpleNamespace(Future=lambda devices: torch.futures.Future())
+    cuda = SimpleNamespace(Stream=lambda device: f"new on {device}", stream=use)
+    monkeypatch.setattr(works, "torch", SimpleNamespace(futures=futures, cuda=cuda))
+    order = Mock(
+        join=lambda where: joined.append(current[-1]),
+        in_callbacks=contextlib.nullcontext,
+        find_failure=lambda: None,
+    )
     tensor = OnDevice()
-    calls = [Work("a call", [tensor], None, [order()]) for _ in range(2)]
+    calls = [Work("a call", [tensor], None, [order]) for _ in range(2)]
     if early:
         future = works.PendingWork(calls, [tensor]).get_future()
     for call in calls:
         call.finish()
     if not early:
         future = works.PendingWork(calls, [tensor]).get_future()
-    assert future.after == {"the call"} and future.result == [tensor]
-    assert StreamFuture.current == {"the program"}
+    assert future.value() == [tensor] and {*joined} == {"new on cuda:0"}
     assert works.PendingWork(calls, [tensor]).wait()
-    assert StreamFuture.current == {"the program", "the call"}
+    assert {*joined} == {"new on cuda:0", "the program's"}
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["attached-first", "attached-late"])

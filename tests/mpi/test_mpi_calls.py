@@ -11,6 +11,7 @@ from conftest import needs_2_ranks
 from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, guarded, legal_operations
 from mpi4py import MPI
+from test_arrays import maker, strided
 from test_short_calls import compiled, record_python_calls
 
 import mpicoll as dist
@@ -146,7 +147,7 @@ def test_native_calls_and_python_calls_match(team, name):
     """The arrays of one rank are not contiguous."""
     for op in operations_of(name, F32):
         for odd in range(team.size):
-            make = strided if team.me == odd else guarded
+            make = maker(strided) if team.me == odd else guarded
             for count in (2, 2, 2, 1000):
                 ensure_uncompared(team.group)
                 call = Call(name, team, F32, count, op, make=make)
@@ -154,11 +155,6 @@ def test_native_calls_and_python_calls_match(team, name):
                     call.start()
                 call.check()
             assert bool(seen) == (team.me == odd)
-
-
-def strided(shape, dtype):
-    array = np.zeros((*shape, 2), dtype.numpy)[..., 0]
-    return array, array
 
 
 def test_call_records_equal_those_of_python(world):

@@ -162,12 +162,9 @@ def gradients(model, rank):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def gradients_of(ranks, cast=lambda gradient: gradient):
-    """The mean over ranks of the local gradients, each cast first."""
-    each = []
-    for rank in range(ranks):
-        alone = make()
-        each.append([cast(gradient) for gradient in gradients(alone, rank)])
+def gradients_of(ranks):
+    """The mean over ranks of the local gradients."""
+    each = [gradients(make(), rank) for rank in range(ranks)]
     return [sum(parts) / ranks for parts in zip(*each, strict=True)]
 
 

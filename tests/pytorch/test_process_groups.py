@@ -1,4 +1,4 @@
-"""Process groups: subsets, overlap, nesting, meshes, destruction, re-initialization."""
+"""Process groups: meshes, destruction, re-initialization."""
 
 from __future__ import annotations
 
@@ -18,45 +18,6 @@ def sum_of_ranks(group):
     value = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(value, group=group)
     return int(value)
-
-
-def test_ranks_outside_a_group_get_no_group(world):
-    """Calls of ranks outside the group warn and return immediately."""
-    inside = [world.size - 1]
-    group = dist.new_group(inside)
-    if world.me in inside:
-        assert dist.get_rank(group) == 0
-        assert dist.get_world_size(group) == 1
-        assert sum_of_ranks(group) == world.me
-    else:
-        assert group is dist.GroupMember.NON_GROUP_MEMBER
-        assert dist.get_rank(group) == dist.get_world_size(group) == -1
-        one = torch.ones(1)
-        with pytest.warns(UserWarning, match="does not belong"):
-            assert dist.all_reduce(one, group=group) is None
-        equal(one, torch.ones(1))
-    dist.barrier()
-
-
-def test_subgroups(world):
-    mine, groups = dist.new_subgroups(group_size=world.size // 2)
-    half = world.size // 2
-    first = world.me // half * half
-    assert len(groups) == 2
-    assert sum_of_ranks(mine) == sum(range(first, first + half))
-    strides = [list(range(start, world.size, 2)) for start in (0, 1)]
-    mine, groups = dist.new_subgroups_by_enumeration(strides)
-    assert len(groups) == 2
-    assert sum_of_ranks(mine) == sum(strides[world.me % 2])
-
-
-def test_new_group_rejects_invalid_ranks(world):
-    for ranks in ([0, world.size], list(range(world.size + 1))):
-        with pytest.raises((ValueError, RuntimeError)):
-            dist.new_group(ranks)
-    with pytest.raises(ValueError):
-        dist.new_subgroups_by_enumeration([[0, 1], [1]])
-    assert sum_of_ranks(None) == sum(range(world.size))
 
 
 def test_hundreds_of_successive_groups(world):

@@ -32,7 +32,6 @@ IN_ORDER = [*KINDS, ("float64", ReduceOp.PRODUCT), ("float16", ReduceOp.PRODUCT)
 ROWS = [row.name for row in PRIMITIVES if row.reduces]
 #: Counts for which every rank combines everything, or a share; MANY needs several rounds.
 COUNTS, MANY = (5, 1000), 70000
-by_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def mixed(dtype, op, count, rank):

@@ -32,9 +32,6 @@ from mpicoll.routes.space import Host
 SMALL = [0, 1, 7, 1000]
 LARGE = 30011
 
-#: Host memory, as passed to algorithms.
-HOST = Host()
-
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 

@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpicoll.dtypes import OPERATIONS, ReduceOp, by_name
+from mpicoll.dtypes import ReduceOp, by_name
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
-
-#: Names of the operations, in the order of the table.
-NAMES = [operation.name for operation in OPERATIONS]
 
 
 def legal(name: str, dtype: torch.dtype) -> bool:

@@ -3,7 +3,8 @@
     PYTHONPATH=. python3 tests/gpu/first_light.py [NAME...]
 
 NAME selects checks: first_light.py ipc runs check_ipc alone. Every check prints PASS or FAIL and
-the next one runs. Needs CuPy, numpy and ml_dtypes. Exit code: 0 if no check failed.
+the next one runs. Needs CuPy, numpy, ml_dtypes, and for one check torch. Exit code: 0 if no check
+failed.
 """
 
 from __future__ import annotations
@@ -56,6 +57,19 @@ def check_versions() -> str:
         f"{cuda.count()} x {cuda.name(0)}, {cuda.identity(0)}, sm_{kind}, "
         f"{cuda.multiprocessors(0)} multiprocessors; {cuda.driver_version()}"
     )
+
+
+def check_memory_attributes() -> str:
+    """The driver reports base, size and kind of memory."""
+    large, small = cupy.cuda.Memory(3 << 20), cupy.cuda.Memory(512)
+    found = cuda.find_allocation(large.ptr + 4096)
+    assert found is not None and (found.base, found.nbytes) == (large.ptr, 3 << 20), found
+    assert cuda.device_of(large.ptr) == 0 and cuda.is_plain(large.ptr)
+    for allocate in (cupy.cuda.malloc_managed, cupy.cuda.malloc_async):
+        memory = allocate(512)
+        assert cuda.find_allocation(memory.ptr) is None, allocate
+        assert not cuda.is_plain(memory.ptr), allocate
+    return f"512 bytes are reported as {cuda.find_allocation(small.ptr)}"
 
 
 def check_kernel() -> str:
@@ -155,6 +169,26 @@ def other_process() -> None:
     print("recorded", flush=True)
     assert sys.stdin.readline() == "read\n"
     print("mapped memory is reported as", cuda.find_allocation(memory.address), flush=True)
+
+
+def check_torch() -> str:
+    """Tensors give their address and stream. Which memory of torch can be exported."""
+    import torch
+
+    from mpicoll.arrays.adapters import build_view
+
+    tensor, stream = torch.ones(4, 6, device="cuda"), torch.cuda.Stream()
+    view = build_view(tensor, True, "x")
+    assert (view.address, view.stream) == (tensor.data_ptr(), runtime.LEGACY), view
+    with torch.cuda.stream(stream):
+        assert build_view(tensor, True, "x").stream == stream.cuda_stream
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        expandable = torch.ones(1 << 22, device="cuda")
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    plain, pieces = (cuda.find_allocation(one.data_ptr()) for one in (tensor, expandable))
+    return f"torch {torch.__version__}, plain: {plain}, expandable: {pieces}"
 
 
 def check_graph() -> str:

@@ -8,11 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from rank_scripts import job, needs_mpiexec, needs_torch
+from rank_scripts import job, needs_torch
 
 from mpicoll.launch.error_output import find_stack
-
-pytest_plugins = ["whole_jobs"]
 
 
 def analyze(ended):
@@ -27,7 +25,6 @@ def analyze(ended):
 
 
 @pytest.mark.any_mpi
-@needs_mpiexec
 @needs_torch
 @pytest.mark.parametrize(
     ("culprit", "shared_memory", "expected"),

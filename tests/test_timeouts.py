@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rank_scripts import HUNG, Ended, compiled, job, needs_mpiexec, needs_torch
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
+from rank_scripts import HUNG, Ended, compiled, job, needs_torch
 
 # --- a missing or late rank ---------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import threading
 import time
 
 import pytest
-from rank_scripts import compiled, job, needs_mpiexec
+from rank_scripts import compiled, job
 
 from mpicoll import processes
 from mpicoll.core.signature import encode_kind
@@ -24,9 +24,6 @@ from mpicoll.failures import monitor_client, node_monitor, report
 from mpicoll.failures.status_page import DONE, ENDING, RUNNING, map_page
 from mpicoll.line_protocol import JsonConnection, is_proof, mac
 from mpicoll.primitives import PRIMITIVES
-
-pytest_plugins = ["whole_jobs"]
-
 
 # --- reports ------------------------------------------------------------------------------------
 
@@ -413,7 +410,6 @@ def test_monitor_rejects_a_head_without_the_secret(nodes):
 # --- jobs ---------------------------------------------------------------------------------------
 
 
-@needs_mpiexec
 @pytest.mark.waits
 @pytest.mark.parametrize(
     ("calls", "action", "expected"),
@@ -448,7 +444,6 @@ def test_hang_is_reported_once_before_the_timeout(calls, action, expected, ended
     assert len(re.findall(r"rank 1: (in Python, )?(after call|stopped)", ended.err)) > 1
 
 
-@needs_mpiexec
 @job("""
     os.environ["MPICOLL_REPORT_AFTER"] = "0.2"
     for turn in range(2):
@@ -463,7 +458,6 @@ def test_hang_is_reported_again_after_a_second_init(ended):
     assert ended.err.count("mpicoll: rank 0 of group 0 (2 ranks) waits for") == 2
 
 
-@needs_mpiexec
 @job("""
     for _ in range(3):  # monitors may start after the next init_process_group
         dist.init_process_group()
@@ -479,7 +473,6 @@ def test_only_the_latest_monitor_reports_a_lost_rank(ended):
     assert re.findall(r"mpicoll: lost.*? of 3", ended.err) == ["mpicoll: lost: rank 1 of 3"], ended
 
 
-@needs_mpiexec
 @compiled
 @pytest.mark.parametrize(
     ("handles", "printed"),
@@ -527,7 +520,6 @@ def test_signal_handlers_run_during_a_call(handles, printed, ended):
     assert ended.lines == printed, ended
 
 
-@needs_mpiexec
 @compiled
 @job("""
     dist.init_process_group(timeout=20)
@@ -559,7 +551,6 @@ def test_call_in_a_signal_handler_raises_if_it_would_wait_for_the_interrupted_ca
     assert sorted(ended.lines) == ["2.0 2.0", "2.0 2.0" + 5 * " True"]
 
 
-@needs_mpiexec
 @job("""
     dist.init_process_group()
     if dist.get_rank() == 1:

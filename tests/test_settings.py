@@ -68,7 +68,7 @@ def test_several_values_are_normalized_and_a_secret_is_hidden() -> None:
 def test_project_uses_only_names_of_the_table() -> None:
     folders = ["mpicoll", "docs", "jobs", "benchmarks"]
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")]
-    for path in [*paths, ROOT / "README.md", ROOT / "Makefile"]:
+    for path in [*paths, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]:
         if path.suffix in (".py", ".md", ".c", ".sh", ".sbatch", ""):
             text = path.read_text() if path.is_file() else ""
             found = set(re.findall(r"(?<![\w#])MPICOLL_[A-Z_]+\b(?!\.h)", text))

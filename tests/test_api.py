@@ -1,4 +1,4 @@
-"""The public API: names, signatures, docstrings, errors, lazy imports, and launch errors."""
+"""The public API: names, signatures, docstrings, errors, and lazy imports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from whole_jobs import run_program, without_launcher
 
 import mpicoll as dist
 from mpicoll import errors
-from mpicoll.launch.environment import SINGLETON
 from mpicoll.primitives import PRIMITIVES
 
 pytestmark = pytest.mark.any_mpi
@@ -312,21 +311,6 @@ def test_node_local_rank(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert dist.get_node_local_rank(fallback_rank=0) == 0
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert dist.get_node_local_rank() == dist.get_node_local_rank(5) == 3
-
-
-# --- launchers ----------------------------------------------------------------------------------
-
-
-def test_init_of_one_rank_under_a_launcher_of_several_raises() -> None:
-    """tests/test_launchers.py has all launchers."""
-    environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
-    done = child("import mpicoll; mpicoll.init_process_group()", **environment)
-    assert done.returncode != 0
-    for word in "LaunchError", SINGLETON, "srun announces 4 ranks", "--mpi=pmi2", "--mpi=pmix":
-        assert word in done.stderr, done.stderr
-    code = "import mpicoll; mpicoll.init_process_group(); print(mpicoll.get_world_size())"
-    done = child(code, **environment, **{SINGLETON: "1"})
-    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
 
 
 # --- init_process_group -------------------------------------------------------------------------

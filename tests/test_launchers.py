@@ -15,6 +15,7 @@ from mpicoll.cuda import probe
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
 from mpicoll.launch.environment import (
+    SINGLETON,
     check_world,
     choose_bootstrap,
     find_torch_variables,
@@ -244,8 +245,10 @@ def test_check_world_rejects_separate_single_ranks(launcher: Launcher) -> None:
     if launcher.size:
         with pytest.raises(LaunchError) as caught:
             check_world(1, environment)
-        for words in (f"{launcher.name} announces 4 ranks", f"{launcher.size}=4", launcher.remedy):
+        announces = f"{launcher.name} announces 4 ranks"
+        for words in (announces, f"{launcher.size}=4", launcher.remedy, f"{SINGLETON}=1"):
             assert words and words in str(caught.value)
+        check_world(1, environment | {SINGLETON: "1"})
     else:
         check_world(1, environment)
 

@@ -1,4 +1,4 @@
-"""Ends of jobs: exceptions, exits, Ctrl-C, and the output of failed ranks."""
+"""Ends of jobs: exceptions, exits, Ctrl-C, signals, and the output of failed ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, job, needs_torch
+from rank_scripts import HUNG, WAITING, Ended, compiled, job, needs_torch
 
 # --- a rank that ends ---------------------------------------------------------------------------
 
@@ -342,6 +342,89 @@ def test_ctrl_c_of_mpiexec_ends_the_job(ended: Ended) -> None:
 """, interrupt=0)  # fmt: skip
 def test_caught_ctrl_c_does_not_end_the_job(ended: Ended) -> None:
     ended.in_good_order("caught", "done", "done")
+
+
+# --- signal handlers of the program ---------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("handles", "printed"),
+    [
+        ("sys.exit(9)", ["finally"]),
+        ("raise ZeroDivisionError", ["caught", "finally", "the group has failed"]),
+        ("None", ["finally", "rank 0 continued", "rank 1 continued"]),
+    ],
+)
+@job("""
+    dist.init_process_group(timeout=20)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    def handle(number, frame):
+        handled.append(1)
+        $handles
+    handled = []
+    signal.signal(signal.SIGTERM, handle)
+    x = np.ones(4)
+    for _ in range(70):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(0.7)
+        os.kill(pids[0], signal.SIGTERM)
+        time.sleep(0.7)
+        dist.all_reduce(x)
+        say("rank 1 continued")
+        sys.exit(0)
+    try:
+        dist.all_reduce(x)
+        assert handled == [1]
+        say("rank 0 continued")
+    except ZeroDivisionError:
+        say("caught")
+        try:
+            dist.all_reduce(x)
+        except dist.DistBackendError as error:
+            say("the group has failed") if "raised ZeroDivisionError" in str(error) else 0
+        sys.exit(4)
+    finally:
+        say("finally")
+""")
+def test_signal_handlers_run_during_a_call(handles: str, printed: list[str], ended: Ended) -> None:
+    assert ended.lines == printed, ended
+
+
+@compiled
+@job("""
+    dist.init_process_group(timeout=20)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    x, y, refused, other = np.ones(4), np.ones(1), [], dist.new_group()
+    def handle(number, frame):
+        for call in (dist.barrier, lambda: dist.all_reduce(x, async_op=True),
+                     lambda: dist.all_gather_object([None, None], 1),
+                     lambda: dist.monitored_barrier(timeout=3), dist.destroy_process_group):
+            try:
+                call()
+            except ValueError as error:
+                refused.append("inside call 72 of group 0" in str(error))
+        dist.all_reduce(y, group=other)
+    signal.signal(signal.SIGUSR2, handle)
+    for _ in range(70):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGUSR2)
+        dist.all_reduce(y, group=other)
+    dist.all_reduce(x)
+    say(x[0], y[0], *refused)
+    dist.destroy_process_group()
+""")
+def test_call_in_a_signal_handler_raises_if_it_would_wait_for_the_interrupted_call(
+    ended: Ended,
+) -> None:
+    ended.in_good_order()
+    assert sorted(ended.lines) == ["2.0 2.0", "2.0 2.0" + 5 * " True"]
 
 
 # --- messages before the end --------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Timeouts: missing and late ranks in initialization and in calls."""
+"""Timeouts and hang reports: missing and late ranks in initialization and in calls."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from rank_scripts import HUNG, Ended, compiled, job, needs_torch
@@ -240,3 +242,90 @@ def test_rank_exits_although_another_rank_is_stopped(code: str, ended: Ended) ->
         assert "MPI is not finalized" in ended.err, ended
     else:
         assert ended.code != 0, ended
+
+
+# --- reports of hangs and lost ranks ------------------------------------------------------------
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("calls", "action", "expected"),
+    [
+        (3, "load()", ("rank 1: in Python, after call", "in load")),
+        (99, "ctypes.PyDLL(None).sleep(1000)", ("rank 1: in Python, after call",)),
+        (99, "os.kill(os.getpid(), signal.SIGSTOP)", ("rank 1: stopped",)),
+        # It waits longer than the other ranks, which therefore time out first.
+        (99, "dist.irecv(x, 0).wait(60)", ("rank 1: in Python, after call", "in wait")),
+    ],
+    ids=["asleep", "holds the interpreter lock", "stopped", "in a receive"],
+)
+@job("""
+    import ctypes
+    def load():
+        time.sleep(1000)
+    os.environ["MPICOLL_REPORT_AFTER"] = "1.5"
+    dist.init_process_group(timeout=5)
+    x = np.ones(4)
+    for _ in range($calls):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        $action
+    dist.all_reduce(x)
+""", ranks=3)  # fmt: skip
+def test_hang_is_reported_once_before_the_timeout(
+    calls: int, action: str, expected: tuple[str, ...], ended: Ended
+) -> None:
+    head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
+    ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM",
+                *expected)  # fmt: skip
+    assert ended.err.count(head) == 1
+    # The timeout has the same information.
+    assert len(re.findall(r"rank 1: (in Python, )?(after call|stopped)", ended.err)) > 1
+
+
+@job("""
+    os.environ["MPICOLL_REPORT_AFTER"] = "0.2"
+    for turn in range(2):
+        dist.init_process_group(timeout=20)
+        if dist.get_rank() == 1:
+            time.sleep(2)
+        dist.barrier()
+        dist.destroy_process_group()
+""")
+def test_hang_is_reported_again_after_a_second_init(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.err.count("mpicoll: rank 0 of group 0 (2 ranks) waits for") == 2
+
+
+@job("""
+    for _ in range(3):  # monitors may start after the next init_process_group
+        dist.init_process_group()
+        dist.barrier()
+        dist.destroy_process_group()
+    dist.init_process_group()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+""", ranks=3)  # fmt: skip
+def test_only_the_latest_monitor_reports_a_lost_rank(ended: Ended) -> None:
+    assert re.findall(r"mpicoll: lost.*? of 3", ended.err) == ["mpicoll: lost: rank 1 of 3"], ended
+
+
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        import subprocess
+        command = [sys.executable, "-m", "mpicoll", "watch", str(os.getppid()), "--stacks"]
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI"))}
+        done = subprocess.run(command, capture_output=True, text=True, env=clean)
+        say(done.stdout, done.stderr, done.returncode)
+    dist.barrier()
+    dist.destroy_process_group()
+""")
+def test_watch_prints_the_calls_and_stacks_of_a_job(ended: Ended) -> None:
+    ended.in_good_order()
+    assert "2 ranks: " in ended.out and "rank 0: in call 1 of group 0: barrier" in ended.out
+    assert "rank 1: in Python, before its first call" in ended.out
+    assert "in run" in ended.out and "script.py:" in ended.out

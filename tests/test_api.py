@@ -7,12 +7,10 @@ import inspect
 import json
 import pickle
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from whole_jobs import run_program, without_launcher
+from whole_jobs import run_python
 
 import mpicoll as dist
 from mpicoll import errors
@@ -53,11 +51,6 @@ OWN = {
 NO_SIGNATURE = {"get_debug_level", "set_debug_level", "set_debug_level_from_env"}
 
 
-def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python process without the environment variables of launchers."""
-    return run_program(sys.executable, "-c", code, env=without_launcher() | environment)
-
-
 # --- names --------------------------------------------------------------------------------------
 
 
@@ -73,7 +66,7 @@ def test_public_names() -> None:
 def test_unknown_name_raises_with_a_hint() -> None:
     with pytest.raises(AttributeError, match=r"^module 'mpicoll' has no attribute 'zzz'$"):
         dist.zzz  # noqa: B018
-    done = child("import mpicoll; mpicoll.all_reduse")
+    done = run_python("import mpicoll; mpicoll.all_reduse")
     assert "has no attribute 'all_reduse'. Did you mean: 'all_reduce'?" in done.stderr
 
 
@@ -240,7 +233,7 @@ print(json.dumps([name for name in names if name in sys.modules]))
 
 
 def loaded_by(code: str) -> set[str]:
-    done = child(LOADED.format(code))
+    done = run_python(LOADED.format(code))
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))
 
@@ -359,7 +352,7 @@ REJECTED = [
 
 def test_init_process_group_checks_its_arguments() -> None:
     calls = [f"init({arguments})" for arguments in [*ACCEPTED, *(each[0] for each in REJECTED)]]
-    done = child(f"{TRY_INIT}print(json.dumps([{', '.join(calls)}]))")
+    done = run_python(f"{TRY_INIT}print(json.dumps([{', '.join(calls)}]))")
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     assert answers[: len(ACCEPTED)] == [[[], ""]] * len(ACCEPTED)

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shlex
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -67,6 +68,11 @@ def without_launcher() -> dict[str, str]:
         for name, value in os.environ.items()
         if not is_launcher_variable(name) and not is_bootstrap_variable(name)
     }
+
+
+def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python process without the environment variables of launchers."""
+    return run_program(sys.executable, "-c", code, env=without_launcher() | variables)
 
 
 @pytest.fixture

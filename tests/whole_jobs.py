@@ -82,6 +82,17 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+#: Defines a function that returns the error of a call.
+ERROR_OF = """
+def error_of(kind, function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+"""
+
+
 def preamble(limit: int) -> str:
     """Return the beginning of a script. After ``limit`` seconds it prints all stacks and dies."""
     return f"""
@@ -93,7 +104,7 @@ import mpicoll as dist
 
 def say(*words):  # one write, so that lines of ranks do not mix
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
+{ERROR_OF}"""
 
 
 def made_by(

@@ -88,10 +88,7 @@ def test_ranks_need_the_same_secret(own: str, limit: int, ended: Ended) -> None:
 
 @job_on_any_mpi("""
     from mpi4py import MPI
-    try:
-        dist.init_process_group()
-    except dist.LaunchError as error:
-        say(error)
+    say(error_of(dist.LaunchError, dist.init_process_group))
 """)
 def test_mpi_started_before_raises(ended: Ended) -> None:
     assert len(ended.lines) == 2

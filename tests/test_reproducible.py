@@ -46,10 +46,7 @@ def test_variable_is_the_default(ended):
     x = torch.full((5,), [1e30, 1.0, -1e30][c10d.get_rank()])
     c10d.all_reduce(x, group=exact)
     assert x.tolist() == [1] * 5, x
-    try:
-        Options("exactly")
-    except ValueError as error:
-        say(error)
+    say(error_of(ValueError, Options, "exactly"))
     c10d.destroy_process_group()
 """, ranks=3)  # fmt: skip
 def test_options_of_torch(ended):

@@ -79,10 +79,8 @@ def test_project_uses_only_names_of_the_table() -> None:
 
 
 @job("""
-    try:
-        dist.init_process_group()
-    except ValueError as error:
-        say(type(error).__name__, error)
+    error = error_of(ValueError, dist.init_process_group)
+    say(type(error).__name__, error)
 """, environment={"MPICOLL_DEUBG": "DETAIL", "MPICOLL_SHARED_MEMORY": "off"})  # fmt: skip
 def test_init_raises_on_every_rank(ended: Ended) -> None:
     line = (

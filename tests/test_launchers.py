@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
+from whole_jobs import run_program
 
 import mpicoll
 from mpicoll import cli
@@ -229,12 +229,8 @@ def test_import_installs_exit_hooks_in_a_rank(
     name: str, size: int, command: list[str], is_hooked: bool
 ) -> None:
     found = next((simulate(each, 1, size) for each in LAUNCHERS if each.name == name), {})
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=os.environ | found,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == [str(is_hooked)]
+    done = run_program(sys.executable, *command, env=os.environ | found)
+    assert (done.returncode, done.stdout.split()) == (0, [str(is_hooked)]), done
 
 
 @every_launcher

@@ -83,14 +83,8 @@ CLOSED = f"""
     rank = dist.get_rank()
     calls = {CALLS!r}
     def several(call):
-        works, errors = [call() for _ in range(3)], []
-        for work in works:
-            try:
-                work.wait()
-            except dist.CollectiveTimeoutError as error:
-                errors.append(error)
-        assert len(errors) == 3
-        raise errors[0]
+        works = [call() for _ in range(3)]
+        raise [error_of(dist.CollectiveTimeoutError, work.wait) for work in works][0]
     for name, call in calls.items():
         for size in $sizes:
             g, x = dist.new_group(timeout=0.5), np.ones(size)
@@ -100,26 +94,18 @@ CLOSED = f"""
             if rank < 2:
                 for again in False, True:
                     start = time.monotonic()
-                    try:
-                        eval(call)
-                    except dist.CollectiveTimeoutError as error:
-                        for word in f"on rank {{rank}}", "timeout of 0.5 s", "takes no more calls":
-                            assert word in str(error), error
-                        found = re.search(r"ranks?( [01],| 1-)? ?2: (.*)\\.", str(error))[2]
-                        # "in call": from the node monitor, once it has started.
-                        assert again or found.startswith(("no status received", "in call ")), error
-                    else:
-                        say("no error of", name, size, again)
+                    error = str(error_of(dist.CollectiveTimeoutError, eval, call, globals()))
+                    for word in f"on rank {{rank}}", "timeout of 0.5 s", "takes no more calls":
+                        assert word in error, (name, size, again, error)
+                    found = re.search(r"ranks?( [01],| 1-)? ?2: (.*)\\.", error)[2]
+                    # "in call": from the node monitor, once it has started.
+                    assert again or found.startswith(("no status received", "in call ")), error
                     assert not again or time.monotonic() - start < 0.4
             dist.all_reduce(np.ones(3))  # rank 2 calls late
             if rank == 2:
-                try:
-                    for _ in range(3):
-                        dist.all_reduce(x, group=g)
-                except dist.CollectiveTimeoutError as error:
-                    assert "has closed group" in str(error), error
-                else:
-                    say("no error on rank 2 of", name, size)
+                late = lambda: [dist.all_reduce(x, group=g) for _ in range(3)]
+                error = str(error_of(dist.CollectiveTimeoutError, late))
+                assert "has closed group" in error, (name, size, error)
             dist.barrier()
             dist.destroy_process_group(g)
     say("done")

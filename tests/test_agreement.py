@@ -125,10 +125,8 @@ try:
     say("not found")
 except dist.MismatchError as error:
     say("found", error)
-try:
-    dist.barrier()
-except dist.MismatchError:
-    say("failed")
+error_of(dist.MismatchError, dist.barrier)
+say("failed")
 dist.destroy_process_group()
 """)
 @pytest.mark.parametrize(

@@ -402,10 +402,7 @@ def test_signal_handlers_run_during_a_call(handles: str, printed: list[str], end
         for call in (dist.barrier, lambda: dist.all_reduce(x, async_op=True),
                      lambda: dist.all_gather_object([None, None], 1),
                      lambda: dist.monitored_barrier(timeout=3), dist.destroy_process_group):
-            try:
-                call()
-            except ValueError as error:
-                refused.append("inside call 72 of group 0" in str(error))
+            refused.append("inside call 72 of group 0" in str(error_of(ValueError, call)))
         dist.all_reduce(y, group=other)
     signal.signal(signal.SIGUSR2, handle)
     for _ in range(70):

@@ -23,7 +23,10 @@ import pytest
 from rank_scripts import Ended
 from whole_jobs import ENVIRONMENT, MPIEXEC, made_by, preamble, run_program
 
-__all__ = ["LIMIT", "PROCESSES", "TORCHRUN", "VENDOR", "Ended", "Job", "job", "mpich", "run"]
+__all__ = [
+    "LIMIT", "PROCESSES", "TORCHRUN", "VENDOR", "Ended", "Job", "job", "job_on_any_mpi", "mpich",
+    "run",
+]  # fmt: skip
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 #: Seconds after which a job counts as hanging. Most take two.
@@ -136,7 +139,9 @@ def run(task: Job, parameters: Mapping[str, Any], folder: Path) -> Ended:
     return Ended(codes, read("out"), read("err"), time.monotonic() - start, folder)
 
 
-job = made_by(Job, run)
+job = made_by(Job, run, mpich)
+#: The same for jobs that also run with Open MPI.
+job_on_any_mpi = made_by(Job, run)
 
 #: Defines processes(), which returns the script of each process of this job by process ID.
 PROCESSES = """

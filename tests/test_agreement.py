@@ -39,11 +39,10 @@ if rank == 1:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
 for i in range(64):  # including a compared call
     dist.all_reduce(np.ones(3))
-try:
-    dist.all_reduce(np.ones(3), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
-except dist.MismatchError as error:
-    assert "later" not in str(error), error
-    say("at once")
+op = dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM
+error = str(error_of(dist.MismatchError, dist.all_reduce, np.ones(3), op))
+assert "later" not in error, error
+say("at once")
 if rank == 1:
     dist.set_debug_level(dist.DebugLevel.OFF)
 dist.all_reduce(np.ones(3))
@@ -126,10 +125,8 @@ try:
     say("not found")
 except dist.MismatchError as error:
     say("found", error)
-try:
-    dist.barrier()
-except dist.MismatchError:
-    say("failed")
+error_of(dist.MismatchError, dist.barrier)
+say("failed")
 dist.destroy_process_group()
 """)
 @pytest.mark.parametrize(

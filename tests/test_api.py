@@ -1,4 +1,4 @@
-"""The public API: names, signatures, docstrings, errors, lazy imports, and launch errors."""
+"""The public API: names, signatures, docstrings, errors, and lazy imports."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import inspect
 import json
 import pickle
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from whole_jobs import run_program, without_launcher
+from whole_jobs import run_python
 
 import mpicoll as dist
 from mpicoll import errors
-from mpicoll.launch.environment import SINGLETON
 from mpicoll.primitives import PRIMITIVES
 
 pytestmark = pytest.mark.any_mpi
@@ -54,11 +51,6 @@ OWN = {
 NO_SIGNATURE = {"get_debug_level", "set_debug_level", "set_debug_level_from_env"}
 
 
-def child(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python process without the environment variables of launchers."""
-    return run_program(sys.executable, "-c", code, env=without_launcher() | environment)
-
-
 # --- names --------------------------------------------------------------------------------------
 
 
@@ -74,7 +66,7 @@ def test_public_names() -> None:
 def test_unknown_name_raises_with_a_hint() -> None:
     with pytest.raises(AttributeError, match=r"^module 'mpicoll' has no attribute 'zzz'$"):
         dist.zzz  # noqa: B018
-    done = child("import mpicoll; mpicoll.all_reduse")
+    done = run_python("import mpicoll; mpicoll.all_reduse")
     assert "has no attribute 'all_reduse'. Did you mean: 'all_reduce'?" in done.stderr
 
 
@@ -241,7 +233,7 @@ print(json.dumps([name for name in names if name in sys.modules]))
 
 
 def loaded_by(code: str) -> set[str]:
-    done = child(LOADED.format(code))
+    done = run_python(LOADED.format(code))
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout))
 
@@ -314,21 +306,6 @@ def test_node_local_rank(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> 
     assert dist.get_node_local_rank() == dist.get_node_local_rank(5) == 3
 
 
-# --- launchers ----------------------------------------------------------------------------------
-
-
-def test_init_of_one_rank_under_a_launcher_of_several_raises() -> None:
-    """tests/test_launchers.py has all launchers."""
-    environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
-    done = child("import mpicoll; mpicoll.init_process_group()", **environment)
-    assert done.returncode != 0
-    for word in "LaunchError", SINGLETON, "srun announces 4 ranks", "--mpi=pmi2", "--mpi=pmix":
-        assert word in done.stderr, done.stderr
-    code = "import mpicoll; mpicoll.init_process_group(); print(mpicoll.get_world_size())"
-    done = child(code, **environment, **{SINGLETON: "1"})
-    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
-
-
 # --- init_process_group -------------------------------------------------------------------------
 
 TRY_INIT = """
@@ -360,10 +337,6 @@ REJECTED = [
     ("world_size=4", "LaunchError", ["world_size=4", "MPI's own world_size, 1"]),
     ('dict(RANK="3", WORLD_SIZE="4")', "LaunchError", ["rank 3 of 4"]),
     ('dict(WORLD_SIZE="four"), init_method="env://"', "ArgumentError", ["WORLD_SIZE", "'four'"]),
-    ('init_method="tcp://127.0.0.1:1234"', "ArgumentError",
-     ["tcp://127.0.0.1:1234", "needs rank and world_size"]),
-    ('init_method="http://x"', "UnsupportedError",
-     ["init_method", "http://x", "tcp://HOST:PORT", "mpi://"]),
     ('backend="ucc"', "ArgumentError", ["backend 'ucc'", "mpi or mpicoll, or gloo or nccl"]),
     ("backend=3", "ArgumentError", ["Backend", "int"]),
     ('timeout="5"', "ArgumentTypeError", ["timeout", "str"]),
@@ -375,7 +348,7 @@ REJECTED = [
 
 def test_init_process_group_checks_its_arguments() -> None:
     calls = [f"init({arguments})" for arguments in [*ACCEPTED, *(each[0] for each in REJECTED)]]
-    done = child(f"{TRY_INIT}print(json.dumps([{', '.join(calls)}]))")
+    done = run_python(f"{TRY_INIT}print(json.dumps([{', '.join(calls)}]))")
     assert done.returncode == 0, done.stderr
     answers = json.loads(done.stdout)
     assert answers[: len(ACCEPTED)] == [[[], ""]] * len(ACCEPTED)

@@ -7,7 +7,6 @@ mpicoll.kernels.reduction, an independent implementation.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import re
 import statistics
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_jobs import Ended, job
+from rank_scripts import needs_torch
 
 from mpicoll.cli import bench_calls
 from mpicoll.dtypes import DTYPES, OPERATIONS, DType, Kind, ReduceOp
@@ -25,8 +25,6 @@ from mpicoll.kernels import reduction
 from mpicoll.primitives import PRIMITIVES, Layout, by_name
 
 pytestmark = pytest.mark.any_mpi
-
-needs_torch = pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="needs torch")
 
 
 # --- the table ----------------------------------------------------------------------------------

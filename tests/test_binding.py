@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from whole_jobs import run_program
@@ -43,19 +44,9 @@ def test_device_for(local_rank, count, environment, expected):
     assert device_for(local_rank, count, environment) == expected
 
 
-class Gpus:
-    def __init__(self):
-        self.used = []
-
-    def count(self):
-        return 4
-
-    def use(self, index):
-        self.used.append(index)
-
-
 def test_bind(no_launcher, monkeypatch):
-    gpus = Gpus()
+    used = []
+    gpus = SimpleNamespace(count=lambda: 4, use=used.append)
     monkeypatch.setattr(runtime, "get_runtime", lambda: gpus)
     with pytest.raises(MpicollError, match="init_process_group first"):
         bind()
@@ -65,7 +56,7 @@ def test_bind(no_launcher, monkeypatch):
     for name, value in (SRUN | {"SLURM_LOCALID": "1", "SLURM_GPUS_PER_TASK": "4"}).items():
         monkeypatch.setenv(name, value)
     assert bind() == 0
-    assert gpus.used == [2, 0]
+    assert used == [2, 0]
 
 
 def test_bind_without_a_gpu(no_launcher, monkeypatch):

@@ -138,11 +138,9 @@ def wait(request, status):
         pass
 
 def error(function, *arguments):
-    try:
-        return function(*arguments)
-    except DistBackendError as error:
-        assert (error.__cause__ is not None) == (me == 2 and "encode" in str(error)), error
-        return str(error).partition(" (")[0]
+    error = error_of(DistBackendError, function, *arguments)
+    assert (error.__cause__ is not None) == (me == 2 and "encode" in str(error)), error
+    return str(error).partition(" (")[0]
 
 for comm in (world, serialize(world), with_wait(world, wait), with_wait(serialize(world), wait)):
     got = control_messages.allgather(comm, ("x" * me, b"y" * me), tuple[str, bytes])

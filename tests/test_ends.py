@@ -1,4 +1,4 @@
-"""Ends of jobs: exceptions, exits, Ctrl-C, and the output of failed ranks."""
+"""Ends of jobs: exceptions, exits, Ctrl-C, signals, and the output of failed ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, job, needs_torch
+from rank_scripts import HUNG, WAITING, Ended, compiled, job, needs_torch
 
 # --- a rank that ends ---------------------------------------------------------------------------
 
@@ -57,10 +57,8 @@ def test_end_of_a_rank_ends_the_job(
     for _ in range(70):
         dist.all_reduce(x)
     if dist.get_rank() == 0:
-        try:
-            dist.all_reduce(x)
-        except dist.MismatchError as error:
-            say("caught", "rank 1 ended without making this call" in str(error))
+        error = str(error_of(dist.MismatchError, dist.all_reduce, x))
+        say("caught", "rank 1 ended without making this call" in error)
 """)
 def test_waiting_rank_can_catch_the_end_of_another_rank(ended: Ended) -> None:
     assert (ended.code, ended.lines) == (0, ["caught True"]), ended
@@ -288,35 +286,30 @@ def test_same_error_at_another_line_prints_that_line(ended: Ended) -> None:
 # --- Ctrl-C -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("waiting", [WAITING[w] for w in ("all_reduce", "recv", "async")])
+@pytest.mark.parametrize(
+    ("calls", "shared_memory", "waiting"),
+    [
+        *((0, "1", WAITING[name]) for name in ("all_reduce", "recv", "async")),
+        (70, "0", WAITING["all_reduce"]),  # in a native call of MPI
+    ],
+)
 @job("""
+    os.environ["MPICOLL_SHARED_MEMORY"] = "$shared_memory"
     dist.init_process_group()
     x = np.ones(4)
+    for _ in range($calls):
+        dist.all_reduce(x)
     ready()
     if dist.get_rank() == 1:
         time.sleep(1000)
     $waiting
     say("not reached")
 """, interrupt=0)  # fmt: skip
-def test_ctrl_c_of_one_rank_ends_the_job(waiting: str, ended: Ended) -> None:
-    ended.badly("Traceback (most recent call last)", waiting)
+def test_ctrl_c_of_one_rank_ends_the_job(
+    calls: int, shared_memory: str, waiting: str, ended: Ended
+) -> None:
+    ended.badly("Traceback (most recent call last)", waiting, "interrupted while" if calls else "")
     assert re.search("KeyboardInterrupt|interrupted", ended.err), ended
-    assert "not reached" not in ended.out
-
-
-@job("""
-    dist.init_process_group()
-    x = np.ones(4)
-    for _ in range(70):
-        dist.all_reduce(x)
-    ready()
-    if dist.get_rank() == 1:
-        time.sleep(1000)
-    dist.all_reduce(x)
-    say("not reached")
-""", interrupt=0, environment={"MPICOLL_SHARED_MEMORY": "0"})  # fmt: skip
-def test_ctrl_c_ends_a_job_that_waits_in_a_native_call_of_mpi(ended: Ended) -> None:
-    ended.badly("Traceback (most recent call last)", "dist.all_reduce(x)", "interrupted while")
     assert "not reached" not in ended.out
 
 
@@ -347,6 +340,86 @@ def test_ctrl_c_of_mpiexec_ends_the_job(ended: Ended) -> None:
 """, interrupt=0)  # fmt: skip
 def test_caught_ctrl_c_does_not_end_the_job(ended: Ended) -> None:
     ended.in_good_order("caught", "done", "done")
+
+
+# --- signal handlers of the program ---------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("handles", "printed"),
+    [
+        ("sys.exit(9)", ["finally"]),
+        ("raise ZeroDivisionError", ["caught", "finally", "the group has failed"]),
+        ("None", ["finally", "rank 0 continued", "rank 1 continued"]),
+    ],
+)
+@job("""
+    dist.init_process_group(timeout=20)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    def handle(number, frame):
+        handled.append(1)
+        $handles
+    handled = []
+    signal.signal(signal.SIGTERM, handle)
+    x = np.ones(4)
+    for _ in range(70):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(0.7)
+        os.kill(pids[0], signal.SIGTERM)
+        time.sleep(0.7)
+        dist.all_reduce(x)
+        say("rank 1 continued")
+        sys.exit(0)
+    try:
+        dist.all_reduce(x)
+        assert handled == [1]
+        say("rank 0 continued")
+    except ZeroDivisionError:
+        say("caught")
+        try:
+            dist.all_reduce(x)
+        except dist.DistBackendError as error:
+            say("the group has failed") if "raised ZeroDivisionError" in str(error) else 0
+        sys.exit(4)
+    finally:
+        say("finally")
+""")
+def test_signal_handlers_run_during_a_call(handles: str, printed: list[str], ended: Ended) -> None:
+    assert ended.lines == printed, ended
+
+
+@compiled
+@job("""
+    dist.init_process_group(timeout=20)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    x, y, refused, other = np.ones(4), np.ones(1), [], dist.new_group()
+    def handle(number, frame):
+        for call in (dist.barrier, lambda: dist.all_reduce(x, async_op=True),
+                     lambda: dist.all_gather_object([None, None], 1),
+                     lambda: dist.monitored_barrier(timeout=3), dist.destroy_process_group):
+            refused.append("inside call 72 of group 0" in str(error_of(ValueError, call)))
+        dist.all_reduce(y, group=other)
+    signal.signal(signal.SIGUSR2, handle)
+    for _ in range(70):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        os.kill(pids[0], signal.SIGUSR2)
+        dist.all_reduce(y, group=other)
+    dist.all_reduce(x)
+    say(x[0], y[0], *refused)
+    dist.destroy_process_group()
+""")
+def test_call_in_a_signal_handler_raises_if_it_would_wait_for_the_interrupted_call(
+    ended: Ended,
+) -> None:
+    ended.in_good_order()
+    assert sorted(ended.lines) == ["2.0 2.0", "2.0 2.0" + 5 * " True"]
 
 
 # --- messages before the end --------------------------------------------------------------------
@@ -429,13 +502,3 @@ def test_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: End
 def test_caught_exception_of_a_block_ends_waiting_ranks(ended: Ended) -> None:
     ended.badly("rank 1 ended without making this call")
     assert "caught" in ended.out and "not reached" not in ended.out
-
-
-@job("""
-    with dist.init_process_group():
-        x = np.ones(2)
-        work = dist.all_reduce(x, async_op=True)
-    say(work.is_completed(), x[0], dist.is_initialized())
-""")
-def test_block_completes_pending_work(ended: Ended) -> None:
-    ended.in_good_order(*["True 2.0 False"] * 2)

@@ -118,25 +118,6 @@ def test_thousands_of_summands_of_all_alignments(dtype):
     check(dtype, [large] * 6000 + small)
 
 
-@by_float
-@by_kind
-def test_order_and_zeros_do_not_affect_sums(dtype, make):
-    sources = made_of(make, dtype, 5, 3000)
-    expected = bits(exact_sum(dtype, sources))
-    zeros, rng = np.zeros(3000, dtype.numpy), np.random.default_rng(1)
-    for more in range(4):
-        several = [*sources, *[-zeros if rng.random() < 0.5 else zeros for _ in range(more)]]
-        for _ in range(5):
-            order = rng.permutation(len(several))
-            assert bits(exact_sum(dtype, [several[k] for k in order])) == expected
-    # One rank, and one rank with ranks that add zeros.
-    for one in sources:
-        padded = exact_sum(dtype, [zeros, -zeros, one])
-        assert (
-            bits(exact_sum(dtype, [one])) == bits(exact_sum(dtype, [-zeros, one])) == bits(padded)
-        )
-
-
 def from_floats(dtype, sources, divisor):
     """Return the result from sums of float32 and float64, which other tests check."""
     if dtype.kind is Kind.COMPLEX:

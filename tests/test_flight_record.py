@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
-from rank_scripts import job, needs_mpiexec, needs_torch
+from rank_scripts import job, needs_torch
+from whole_jobs import run_program
 
 from mpicoll.launch.error_output import find_stack
-
-pytest_plugins = ["whole_jobs"]
 
 
 def analyze(ended):
     """Return the output of torchfrtrace for the records of a job that failed."""
     assert ended.code != 0
-    done = subprocess.run(
-        [Path(sys.executable).with_name("torchfrtrace"), ended.folder / "records"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    command = Path(sys.executable).with_name("torchfrtrace")
+    done = run_program(command, ended.folder / "records", timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
 @pytest.mark.any_mpi
-@needs_mpiexec
 @needs_torch
 @pytest.mark.parametrize(
     ("culprit", "shared_memory", "expected"),

@@ -7,12 +7,8 @@ from rank_scripts import Ended, job
 
 @job("""
     def raises(call):
-        try:
-            call()
-        except dist.ForkedError as error:
-            assert isinstance(error, RuntimeError) and "forked" in str(error)
-        else:
-            os._exit(7)
+        error = error_of(dist.ForkedError, call)
+        assert isinstance(error, RuntimeError) and "forked" in str(error)
     dist.init_process_group()
     x, w, rank = np.ones(4), dist.group.WORLD, dist.get_rank()
     g = dist.new_group([0, 1])

@@ -1,4 +1,4 @@
-"""The jobs of jobs/ and the example of the README under mpiexec."""
+"""The jobs of jobs/ under mpiexec."""
 
 from __future__ import annotations
 
@@ -124,14 +124,3 @@ def test_horovod_is_the_same_as_ddp(number: int, short: Training, tmp_path: Path
     training = Training(number, tmp_path / "horovod.pt", *SHORT, job=TRAIN_HOROVOD)
     assert f"on {number} ranks, Horovod's API\n" in training.output
     training.assert_same(short)
-
-
-def test_readme_example_prints_the_sum(tmp_path: Path) -> None:
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert example
-    program = tmp_path / "hello.py"
-    program.write_text(example[1])
-    done = launch(4, program)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(4):
-        assert f"rank {rank} of 4: [10. 10. 10.]" in done.stdout

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launch_jobs import LIMIT, TORCHRUN, Ended, Job, job, mpich, run
+from launch_jobs import LIMIT, TORCHRUN, Ended, Job, job, job_on_any_mpi, mpich, run
 from whole_jobs import needs_mpiexec, run_program
 
 pytestmark = pytest.mark.waits
@@ -33,7 +33,6 @@ METHODS = {
 }
 
 
-@mpich
 @pytest.mark.parametrize("how", METHODS.values(), ids=list(METHODS))
 @job(ROUND)
 def test_init_methods(how: str, ended: Ended) -> None:
@@ -41,7 +40,6 @@ def test_init_methods(how: str, ended: Ended) -> None:
     assert not (ended.folder / "meet").exists() and not list(ended.folder.glob(".meet*"))
 
 
-@mpich
 @job("""
     dist.init_process_group()
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
@@ -66,7 +64,7 @@ def test_torchrun_restarts_the_ranks(ended: Ended) -> None:
 
 
 @needs_mpiexec
-@job("""
+@job_on_any_mpi("""
     before = dict(os.environ)
     dist.init_process_group()
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE".split()
@@ -111,7 +109,6 @@ BEGIN = "dist.init_process_group('mpi', 'tcp://127.0.0.1:$PORT', 30, 2, rank)"
 DESTROYS = f"{BEGIN}; say(total(1)); dist.destroy_process_group()"
 
 
-@mpich
 @pytest.mark.parametrize("start", ["spawn", "fork"])
 @pytest.mark.parametrize(
     ("work", "codes"),
@@ -166,21 +163,18 @@ POOL = """
 """
 
 
-@mpich
 @pytest.mark.parametrize("front", ["facade", *["torch"] * bool(importlib.util.find_spec("torch"))])
 @job(POOL, by="one")
 def test_pool_workers_join_groups_with_different_ranks(front: str, ended: Ended) -> None:
     ended.printed("0 3 3", "1 1", "2 2", "3 3 3", "4 3 3")
 
 
-@mpich
 @needs_mpiexec
 @job(SPAWN, {"start": "spawn", "work": DESTROYS}, size=1, by="mpiexec")
 def test_multiprocessing_under_mpiexec(ended: Ended) -> None:
     ended.printed("2.0", "2.0", "codes 0 0")
 
 
-@mpich
 @job("""
     before = set(os.listdir("/proc/self/fd")), threading.enumerate(), dict(os.environ)
     for i in range(3):

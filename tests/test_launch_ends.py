@@ -7,10 +7,10 @@ import os
 import signal
 
 import pytest
-from launch_jobs import LIMIT, PROCESSES, Ended, job, mpich
+from launch_jobs import LIMIT, PROCESSES, Ended, job
 from whole_jobs import assert_processes_end
 
-pytestmark = [pytest.mark.waits, mpich]
+pytestmark = pytest.mark.waits
 
 
 @job("""

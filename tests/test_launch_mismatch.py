@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 
 import pytest
-from whole_jobs import MPIEXEC, run_program, without_launcher
+from whole_jobs import MPIEXEC, run_program, run_python
 
 from mpicoll.launch.launchers import PmiProtocol, is_bootstrap_variable
 from mpicoll.launch.mismatch import find_foreign, find_mpi, is_stale
@@ -87,11 +86,6 @@ def test_find_mpi_returns_none_for_unknown_protocols(
     assert find_mpi(version, environment, has=functions.__contains__) is None
 
 
-def run(variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the given variables and without the launcher's."""
-    return run_program(sys.executable, *arguments, env=without_launcher() | variables)
-
-
 @pytest.fixture(scope="module")
 def foreign() -> dict[str, str]:
     """Variables of a launcher whose protocol this MPI does not support."""
@@ -100,7 +94,7 @@ def foreign() -> dict[str, str]:
         "from mpicoll.launch.mismatch import find_mpi\n"
         "found = find_mpi(MPI.Get_library_version()); print(found and found.protocol.name)"
     )
-    supported = run({}, "-c", script).stdout.strip()
+    supported = run_python(script).stdout.strip()
     if supported not in PmiProtocol.__members__:
         pytest.skip("this library may support both protocols")
     pmix = OMPI_MPIRUN | {"PMIX_NAMESPACE": "prterun-there-1@1"}
@@ -109,7 +103,7 @@ def foreign() -> dict[str, str]:
 
 def test_foreign_launcher_raises(foreign: dict[str, str]) -> None:
     """`doctor` prints the same text."""
-    done = run(foreign, "-c", "from mpicoll import cli; print(cli.start_group())")
+    done = run_python("from mpicoll import cli; print(cli.start_group())", **foreign)
     assert done.returncode == 0, done
     assert "the launcher and the MPI library do not match" in done.stdout, done
     assert "as one of 2 ranks" in done.stdout and "mpi4py loads" in done.stdout, done
@@ -125,7 +119,7 @@ PRINT_SIZE_OR_ERROR = (
 
 def test_single_rank_of_a_foreign_launcher_works(foreign: dict[str, str]) -> None:
     alone = {name: "1" if name.endswith("SIZE") else value for name, value in foreign.items()}
-    done = run(alone, "-c", PRINT_SIZE_OR_ERROR)
+    done = run_python(PRINT_SIZE_OR_ERROR, **alone)
     assert (done.returncode, done.stdout) == (0, "1\n"), done
 
 
@@ -133,9 +127,9 @@ def test_foreign_launcher_without_a_size_raises(foreign: dict[str, str]) -> None
     if "PMIX_NAMESPACE" not in foreign:
         pytest.skip("this library supports PRRTE")
     rank_0 = PRTERUN | {"PMIX_RANK": "0"}
-    assert "do not match" in run(rank_0, "-c", PRINT_SIZE_OR_ERROR).stdout
+    assert "do not match" in run_python(PRINT_SIZE_OR_ERROR, **rank_0).stdout
     allowed = rank_0 | {"MPICOLL_ALLOW_SINGLETON": "1"}
-    assert run(allowed, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
+    assert run_python(PRINT_SIZE_OR_ERROR, **allowed).stdout == "1\n"
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +147,13 @@ def stale() -> dict[str, str]:
 
 def test_stale_launcher_variables_raise(stale: dict[str, str]) -> None:
     """For example in a notebook of `srun --pty`. MPI would abort or crash."""
-    done = run(stale, "-c", PRINT_SIZE_OR_ERROR)
+    done = run_python(PRINT_SIZE_OR_ERROR, **stale)
     assert done.returncode == 0 and "a launcher that did not start it" in done.stdout, done
     unset = done.stdout.partition("unset ")[2].partition(";")[0].split()
     assert "PMI_FD" in unset, done
     left = {name: value for name, value in stale.items() if name not in unset}
-    assert run(left, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
-    assert run(stale | {"MPICOLL_ALLOW_SINGLETON": "1"}, "-c", PRINT_SIZE_OR_ERROR).stdout == "1\n"
+    assert run_python(PRINT_SIZE_OR_ERROR, **left).stdout == "1\n"
+    assert run_python(PRINT_SIZE_OR_ERROR, **stale, MPICOLL_ALLOW_SINGLETON="1").stdout == "1\n"
 
 
 @pytest.mark.any_mpi

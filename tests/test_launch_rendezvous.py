@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from launch_jobs import VENDOR, Ended, job, mpich
+from launch_jobs import VENDOR, Ended, job, job_on_any_mpi
 
 from mpicoll.launch.rendezvous import ServerAddress, ServerNotFoundError
 
@@ -24,7 +24,6 @@ INIT = """
 """
 
 
-@mpich
 @pytest.mark.parametrize("method", ["env://", "file://$FOLDER/meet"])
 @job(INIT, {"limit": 3}, ranks=(0, 2), size=4)
 def test_missing_ranks_time_out(method: str, ended: Ended) -> None:
@@ -36,7 +35,6 @@ def test_missing_ranks_time_out(method: str, ended: Ended) -> None:
     assert not (ended.folder / "meet").exists()
 
 
-@mpich
 @pytest.mark.parametrize("method", ["env://", "file://$FOLDER/meet"])
 @job(INIT, {"limit": 2}, ranks=(1,), size=2)
 def test_missing_rank_0_times_out(method: str, ended: Ended) -> None:
@@ -45,7 +43,6 @@ def test_missing_rank_0_times_out(method: str, ended: Ended) -> None:
     assert ended.lines[1:] == ["seconds True"]
 
 
-@mpich
 @job("""
     if os.environ["RANK"] == "1":
         os.environ["WORLD_SIZE"] = "3"
@@ -56,14 +53,12 @@ def test_different_world_sizes_raise(ended: Ended) -> None:
         assert "rank 1 has world_size=3, and rank 0 has world_size=2" in ended.lines[rank], ended
 
 
-@mpich
 @job(INIT, {"method": "env://", "limit": 14}, ranks=(0, 1, 1), size=3, later=(2,))
 def test_duplicate_rank_raises(ended: Ended) -> None:
     assert "another process has connected as rank 1 of this job" in ended.out, ended
     assert ended.out.count("waiting for rank 2") == 2, ended
 
 
-@mpich
 @pytest.mark.parametrize("failing", ["0", "1"])
 @job("""
     fails = os.environ["RANK"] == "$failing"
@@ -76,7 +71,6 @@ def test_invalid_argument_raises_on_all_ranks(failing: str, ended: Ended) -> Non
     ended.printed("False LaunchError True", "True ArgumentTypeError False")
 
 
-@mpich
 @job("""
     os.environ["MPICOLL_SECRET"] = "the same" if "$own" == "no" else os.environ["RANK"]
     """ + textwrap.indent(textwrap.dedent(INIT), "    ").strip() + """
@@ -92,12 +86,9 @@ def test_ranks_need_the_same_secret(own: str, limit: int, ended: Ended) -> None:
         assert "does not have this job's secret" in ended.out or "closed the conn" in ended.out
 
 
-@job("""
+@job_on_any_mpi("""
     from mpi4py import MPI
-    try:
-        dist.init_process_group()
-    except dist.LaunchError as error:
-        say(error)
+    say(error_of(dist.LaunchError, dist.init_process_group))
 """)
 def test_mpi_started_before_raises(ended: Ended) -> None:
     assert len(ended.lines) == 2
@@ -106,7 +97,7 @@ def test_mpi_started_before_raises(ended: Ended) -> None:
 
 @pytest.mark.skipif(VENDOR != "Open MPI", reason="for Open MPI")
 @pytest.mark.parametrize("method", ["env://", "tcp://127.0.0.1:$PORT", "file://$FOLDER/meet"])
-@job(INIT, {"limit": 20})
+@job_on_any_mpi(INIT, {"limit": 20})
 def test_open_mpi_without_mpirun_raises(method: str, ended: Ended) -> None:
     assert ended.codes == [0, 0]
     for rank in range(2):
@@ -134,7 +125,6 @@ def test_parse_rejects_invalid_addresses(value: bytes) -> None:
     assert caught.value.is_other
 
 
-@mpich
 @pytest.mark.parametrize(
     "left", [INVALID_ADDRESSES["binary"], INVALID_ADDRESSES["nothing"],
              b'{"hosts": ["..."], "port": 1, "secret": "", "machine": ""}',

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from launch_jobs import PROCESSES, TORCHRUN, Ended, job, mpich
+from launch_jobs import PROCESSES, TORCHRUN, Ended, job
 
 from mpicoll.launch import server
 from mpicoll.launch.host_identity import addresses, find_own_address
@@ -76,7 +76,6 @@ def test_find_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == dict.fromkeys((*names, "unknown"), "") | {"own": OWN, OWN: OWN}
 
 
-@mpich
 @pytest.mark.parametrize(
     ("method", "where"),
     [
@@ -95,7 +94,6 @@ def test_listening_address(method: str, where: str, ended: Ended) -> None:
     ended.printed("done", "done", f"listens {where}")
 
 
-@mpich
 @pytest.mark.parametrize(
     "begin",
     [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 
 import pytest
+from whole_jobs import run_program
 
 import mpicoll
 from mpicoll import cli
@@ -15,6 +15,7 @@ from mpicoll.cuda import probe
 from mpicoll.errors import LaunchError
 from mpicoll.launch import launchers
 from mpicoll.launch.environment import (
+    SINGLETON,
     check_world,
     choose_bootstrap,
     find_torch_variables,
@@ -228,12 +229,8 @@ def test_import_installs_exit_hooks_in_a_rank(
     name: str, size: int, command: list[str], is_hooked: bool
 ) -> None:
     found = next((simulate(each, 1, size) for each in LAUNCHERS if each.name == name), {})
-    done = subprocess.run(
-        [sys.executable, *command],
-        env=os.environ | found,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == [str(is_hooked)]
+    done = run_program(sys.executable, *command, env=os.environ | found)
+    assert (done.returncode, done.stdout.split()) == (0, [str(is_hooked)]), done
 
 
 @every_launcher
@@ -244,8 +241,10 @@ def test_check_world_rejects_separate_single_ranks(launcher: Launcher) -> None:
     if launcher.size:
         with pytest.raises(LaunchError) as caught:
             check_world(1, environment)
-        for words in (f"{launcher.name} announces 4 ranks", f"{launcher.size}=4", launcher.remedy):
+        announces = f"{launcher.name} announces 4 ranks"
+        for words in (announces, f"{launcher.size}=4", launcher.remedy, f"{SINGLETON}=1"):
             assert words and words in str(caught.value)
+        check_world(1, environment | {SINGLETON: "1"})
     else:
         check_world(1, environment)
 

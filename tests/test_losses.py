@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from page_blocks import blocks
 from survivable_jobs import launch, needs_survival
+from whole_jobs import ERROR_OF
 
 pytest.importorskip("torch")
 from mpicoll.torch.backend import HAS_PYTHON_BACKENDS
@@ -29,21 +30,14 @@ dist.destroy_process_group()
 open(sys.argv[1], "w").write("completed")
 """
 
-PREAMBLE = """
+PREAMBLE = f"""
 import os, signal, sys, time
 import numpy as np
 
 def die():
     time.sleep(0.3)  # until the other ranks are in the call
     os.kill(os.getpid(), signal.SIGKILL)
-
-def error_of(kind, function, *arguments, **options):
-    try:
-        function(*arguments, **options)
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind.__name__}")
-"""
+{ERROR_OF}"""
 
 #: Kills the last rank in each call until one rank is left.
 RECONFIGURE = """

@@ -21,7 +21,7 @@ from page_blocks import ENGINES, Block, blocks
 from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
 import mpicoll
-from mpicoll import cli, settings
+from mpicoll import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -149,14 +149,11 @@ def commands(block: Block) -> Iterator[list[str]]:
 
 
 def wrong(words: list[str]) -> Iterator[str]:
-    """Yield the errors of a command line in variables, options, scripts and targets of mpicoll."""
+    """Yield the errors of a command line in options, scripts and targets of mpicoll."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for i, word in enumerate(words):
         rest = words[i + 1 :]
-        variable = re.match(r"(MPICOLL_\w+)=", word)
-        if variable and variable[1] not in {setting.name for setting in settings.SETTINGS}:
-            yield f"{variable[1]} is not a setting"
         for extra in re.findall(r"\.\[(\w+)\]", word):
             if not re.search(rf"^{extra} = \[", project, re.MULTILINE):
                 yield f"unknown extra {extra}"

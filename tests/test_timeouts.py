@@ -1,14 +1,11 @@
-"""Timeouts: missing and late ranks in initialization and in calls."""
+"""Timeouts and hang reports: missing and late ranks in initialization and in calls."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from rank_scripts import HUNG, Ended, compiled, job, needs_mpiexec, needs_torch
-
-pytest_plugins = ["whole_jobs"]
-
-pytestmark = needs_mpiexec
-
+from rank_scripts import HUNG, Ended, compiled, job, needs_torch
 
 # --- a missing or late rank ---------------------------------------------------------------------
 
@@ -86,14 +83,8 @@ CLOSED = f"""
     rank = dist.get_rank()
     calls = {CALLS!r}
     def several(call):
-        works, errors = [call() for _ in range(3)], []
-        for work in works:
-            try:
-                work.wait()
-            except dist.CollectiveTimeoutError as error:
-                errors.append(error)
-        assert len(errors) == 3
-        raise errors[0]
+        works = [call() for _ in range(3)]
+        raise [error_of(dist.CollectiveTimeoutError, work.wait) for work in works][0]
     for name, call in calls.items():
         for size in $sizes:
             g, x = dist.new_group(timeout=0.5), np.ones(size)
@@ -103,26 +94,18 @@ CLOSED = f"""
             if rank < 2:
                 for again in False, True:
                     start = time.monotonic()
-                    try:
-                        eval(call)
-                    except dist.CollectiveTimeoutError as error:
-                        for word in f"on rank {{rank}}", "timeout of 0.5 s", "takes no more calls":
-                            assert word in str(error), error
-                        found = re.search(r"ranks?( [01],| 1-)? ?2: (.*)\\.", str(error))[2]
-                        # "in call": from the node monitor, once it has started.
-                        assert again or found.startswith(("no status received", "in call ")), error
-                    else:
-                        say("no error of", name, size, again)
+                    error = str(error_of(dist.CollectiveTimeoutError, eval, call, globals()))
+                    for word in f"on rank {{rank}}", "timeout of 0.5 s", "takes no more calls":
+                        assert word in error, (name, size, again, error)
+                    found = re.search(r"ranks?( [01],| 1-)? ?2: (.*)\\.", error)[2]
+                    # "in call": from the node monitor, once it has started.
+                    assert again or found.startswith(("no status received", "in call ")), error
                     assert not again or time.monotonic() - start < 0.4
             dist.all_reduce(np.ones(3))  # rank 2 calls late
             if rank == 2:
-                try:
-                    for _ in range(3):
-                        dist.all_reduce(x, group=g)
-                except dist.CollectiveTimeoutError as error:
-                    assert "has closed group" in str(error), error
-                else:
-                    say("no error on rank 2 of", name, size)
+                late = lambda: [dist.all_reduce(x, group=g) for _ in range(3)]
+                error = str(error_of(dist.CollectiveTimeoutError, late))
+                assert "has closed group" in error, (name, size, error)
             dist.barrier()
             dist.destroy_process_group(g)
     say("done")
@@ -162,17 +145,11 @@ def test_late_call_raises_with_tested_calls(ended: Ended) -> None:
         for _ in range(70):
             dist.all_reduce(x, group=g)
         if rank < 3:
-            try:
-                if scatters:
-                    dist.reduce_scatter_single(block, x, group=g)
-                else:
-                    dist.all_reduce(x, group=g)
-            except dist.CollectiveTimeoutError as error:
-                assert "timeout of 0.7 s" in str(error), error
-                known = r"ranks? [^:;]*3: (no status received|in call )"
-                assert rank < 2 or re.search(known, str(error)), error
-            else:
-                say("no error")
+            call = (dist.reduce_scatter_single, block, x) if scatters else (dist.all_reduce, x)
+            error = str(error_of(dist.CollectiveTimeoutError, *call, group=g))
+            assert "timeout of 0.7 s" in error, error
+            known = r"ranks? [^:;]*3: (no status received|in call )"
+            assert rank < 2 or re.search(known, error), error
         dist.barrier()
         dist.destroy_process_group(g)
     say("done")
@@ -191,12 +168,8 @@ def test_late_call_raises_on_all_nodes(ended: Ended) -> None:
         time.sleep(2.5)
     else:
         for call in (lambda: dist.new_group(), lambda: dist.new_subgroups(1)):
-            try:
-                call()
-            except dist.CollectiveTimeoutError as error:
-                assert "new_group on rank" in str(error) and "timeout of 1 s" in str(error), error
-            else:
-                say("no error")
+            error = str(error_of(dist.CollectiveTimeoutError, call))
+            assert "new_group on rank" in error and "timeout of 1 s" in error, error
         dist.barrier(pair)
     say("done")
     dist.destroy_process_group()
@@ -245,3 +218,90 @@ def test_rank_exits_although_another_rank_is_stopped(code: str, ended: Ended) ->
         assert "MPI is not finalized" in ended.err, ended
     else:
         assert ended.code != 0, ended
+
+
+# --- reports of hangs and lost ranks ------------------------------------------------------------
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize(
+    ("calls", "action", "expected"),
+    [
+        (3, "load()", ("rank 1: in Python, after call", "in load")),
+        (99, "ctypes.PyDLL(None).sleep(1000)", ("rank 1: in Python, after call",)),
+        (99, "os.kill(os.getpid(), signal.SIGSTOP)", ("rank 1: stopped",)),
+        # It waits longer than the other ranks, which therefore time out first.
+        (99, "dist.irecv(x, 0).wait(60)", ("rank 1: in Python, after call", "in wait")),
+    ],
+    ids=["asleep", "holds the interpreter lock", "stopped", "in a receive"],
+)
+@job("""
+    import ctypes
+    def load():
+        time.sleep(1000)
+    os.environ["MPICOLL_REPORT_AFTER"] = "1.5"
+    dist.init_process_group(timeout=5)
+    x = np.ones(4)
+    for _ in range($calls):
+        dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        $action
+    dist.all_reduce(x)
+""", ranks=3)  # fmt: skip
+def test_hang_is_reported_once_before_the_timeout(
+    calls: int, action: str, expected: tuple[str, ...], ended: Ended
+) -> None:
+    head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
+    ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM",
+                *expected)  # fmt: skip
+    assert ended.err.count(head) == 1
+    # The timeout has the same information.
+    assert len(re.findall(r"rank 1: (in Python, )?(after call|stopped)", ended.err)) > 1
+
+
+@job("""
+    os.environ["MPICOLL_REPORT_AFTER"] = "0.2"
+    for turn in range(2):
+        dist.init_process_group(timeout=20)
+        if dist.get_rank() == 1:
+            time.sleep(2)
+        dist.barrier()
+        dist.destroy_process_group()
+""")
+def test_hang_is_reported_again_after_a_second_init(ended: Ended) -> None:
+    assert ended.code == 0, ended
+    assert ended.err.count("mpicoll: rank 0 of group 0 (2 ranks) waits for") == 2
+
+
+@job("""
+    for _ in range(3):  # monitors may start after the next init_process_group
+        dist.init_process_group()
+        dist.barrier()
+        dist.destroy_process_group()
+    dist.init_process_group()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+""", ranks=3)  # fmt: skip
+def test_only_the_latest_monitor_reports_a_lost_rank(ended: Ended) -> None:
+    assert re.findall(r"mpicoll: lost.*? of 3", ended.err) == ["mpicoll: lost: rank 1 of 3"], ended
+
+
+@job("""
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        import subprocess
+        command = [sys.executable, "-m", "mpicoll", "watch", str(os.getppid()), "--stacks"]
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI"))}
+        done = subprocess.run(command, capture_output=True, text=True, env=clean)
+        say(done.stdout, done.stderr, done.returncode)
+    dist.barrier()
+    dist.destroy_process_group()
+""")
+def test_watch_prints_the_calls_and_stacks_of_a_job(ended: Ended) -> None:
+    ended.in_good_order()
+    assert "2 ranks: " in ended.out and "rank 0: in call 1 of group 0: barrier" in ended.out
+    assert "rank 1: in Python, before its first call" in ended.out
+    assert "in run" in ended.out and "script.py:" in ended.out

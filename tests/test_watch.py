@@ -1,4 +1,4 @@
-"""Hang reports, lost ranks, node monitors and ``mpicoll watch``."""
+"""Hang reports, the status page and node monitors. test_timeouts.py has whole jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import threading
 import time
 
 import pytest
-from rank_scripts import compiled, job, needs_mpiexec
 
 from mpicoll import processes
 from mpicoll.core.signature import encode_kind
@@ -25,7 +24,7 @@ from mpicoll.failures.status_page import DONE, ENDING, RUNNING, map_page
 from mpicoll.line_protocol import JsonConnection, is_proof, mac
 from mpicoll.primitives import PRIMITIVES
 
-pytest_plugins = ["whole_jobs"]
+pytestmark = pytest.mark.any_mpi
 
 
 # --- reports ------------------------------------------------------------------------------------
@@ -47,7 +46,6 @@ def _snapshot(rank, number, inside, **changed):
     }  # fmt: skip
 
 
-@pytest.mark.any_mpi
 def test_hang_report_of_10000_ranks_is_short_and_lists_small_sets_of_ranks_first():
     ranks = [_snapshot(rank, 7, True) for rank in range(0, 10_000, 2)]
     ranks += [_snapshot(rank, 6, False) for rank in range(1, 9_900, 2)]
@@ -62,7 +60,6 @@ def test_hang_report_of_10000_ranks_is_short_and_lists_small_sets_of_ranks_first
     assert lines[-1].endswith(": 46 other descriptions")
 
 
-@pytest.mark.any_mpi
 def test_hang_report_merges_ranks_with_the_same_description():
     ranks = [_snapshot(0, 7, True), *(_snapshot(rank, 6, False) for rank in range(1, 10_000))]
     ranks[3] |= {"state": "stopped"}
@@ -78,7 +75,6 @@ def test_hang_report_merges_ranks_with_the_same_description():
     ]  # fmt: skip
 
 
-@pytest.mark.any_mpi
 @pytest.mark.parametrize(("how", "ended"), [("code 142", True), ("SIGKILL", False)])
 def test_exit_code_of_a_rank_that_mpi_aborted_is_recognized(how, ended):
     assert report.is_ended_by_mpi(_snapshot(0, 7, True, state="gone", how=how)) == ended
@@ -88,7 +84,6 @@ def test_exit_code_of_a_rank_that_mpi_aborted_is_recognized(how, ended):
 # --- the status page ----------------------------------------------------------------------------
 
 
-@pytest.mark.any_mpi
 def test_status_page_shows_the_state_of_a_rank():
     from mpicoll.kernels.calls import Calls, PythonCalls
 
@@ -223,7 +218,6 @@ def nodes(tmp_path, monkeypatch):
             node.thread.join(30)
 
 
-@pytest.mark.any_mpi
 def test_monitor_kills_stopped_ranks_when_another_rank_ends_the_job(nodes):
     node = nodes()
     zero, one, two = node.processes
@@ -237,7 +231,6 @@ def test_monitor_kills_stopped_ranks_when_another_rank_ends_the_job(nodes):
     assert two.poll() is None and node.end() == ""
 
 
-@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("signals", "expected"),
     [
@@ -260,7 +253,6 @@ def test_monitor_that_starts_after_the_ranks_ended_reports_the_first_lost_rank(
     assert text.count("lost") == 1
 
 
-@pytest.mark.any_mpi
 def test_rank_that_closed_its_bell_first_is_reported_even_if_it_ends_last(nodes):
     node = nodes()
     node.processes[1].stdin.write(b"\n")
@@ -272,7 +264,6 @@ def test_rank_that_closed_its_bell_first_is_reported_even_if_it_ends_last(nodes)
     assert node.end().startswith("mpicoll: lost: rank 1 of 3 ")
 
 
-@pytest.mark.any_mpi
 def test_ranks_that_end_after_a_lost_rank_are_not_reported(nodes):
     node = nodes()
     node.start()
@@ -283,7 +274,6 @@ def test_ranks_that_end_after_a_lost_rank_are_not_reported(nodes):
     assert node.end().count("mpicoll: ") == 1
 
 
-@pytest.mark.any_mpi
 def test_ranks_that_end_after_a_rank_ended_the_job_are_not_reported(nodes):
     node = nodes()
     node.pages[1].set_ending()
@@ -293,7 +283,6 @@ def test_ranks_that_end_after_a_rank_ended_the_job_are_not_reported(nodes):
     assert node.end() == ""
 
 
-@pytest.mark.any_mpi
 def test_each_lost_rank_is_reported_if_the_job_survives_losses(nodes):
     node = nodes(survives_losses=True)
     node.kill(0, KILL, KILL)
@@ -311,7 +300,6 @@ def _make_head(nodes, **given):
     return nodes(listener=sock.detach(), **given), address
 
 
-@pytest.mark.any_mpi
 @pytest.mark.parametrize(
     ("first", "expected"),
     [
@@ -357,7 +345,6 @@ ATTACKS = [
 ]
 
 
-@pytest.mark.any_mpi
 def test_monitor_survives_connections_without_the_secret(nodes):
     head, address = _make_head(nodes, ranks=1, size=2)
     head.start()
@@ -381,7 +368,6 @@ def test_monitor_survives_connections_without_the_secret(nodes):
         assert len(head.monitor.lines) <= 2 * node_monitor._MAX_STRANGER_COUNT
 
 
-@pytest.mark.any_mpi
 def test_connection_limits_lines_and_rejects_wrong_proofs():
     """Without a monitor, which drops a connection at any error."""
     ours, theirs = socket.socketpair()
@@ -397,7 +383,6 @@ def test_connection_limits_lines_and_rejects_wrong_proofs():
             line.take()
 
 
-@pytest.mark.any_mpi
 def test_monitor_rejects_a_head_without_the_secret(nodes):
     """A monitor without a head prints its own reports."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -410,176 +395,6 @@ def test_monitor_rejects_a_head_without_the_secret(nodes):
             assert node.end().startswith("mpicoll: lost: rank 1 of 2")
 
 
-# --- jobs ---------------------------------------------------------------------------------------
-
-
-@needs_mpiexec
-@pytest.mark.waits
-@pytest.mark.parametrize(
-    ("calls", "action", "expected"),
-    [
-        (3, "load()", ("rank 1: in Python, after call", "in load")),
-        (99, "ctypes.PyDLL(None).sleep(1000)", ("rank 1: in Python, after call",)),
-        (99, "os.kill(os.getpid(), signal.SIGSTOP)", ("rank 1: stopped",)),
-        # It waits longer than the other ranks, which therefore time out first.
-        (99, "dist.irecv(x, 0).wait(60)", ("rank 1: in Python, after call", "in wait")),
-    ],
-    ids=["asleep", "holds the interpreter lock", "stopped", "in a receive"],
-)
-@job("""
-    import ctypes
-    def load():
-        time.sleep(1000)
-    os.environ["MPICOLL_REPORT_AFTER"] = "1.5"
-    dist.init_process_group(timeout=5)
-    x = np.ones(4)
-    for _ in range($calls):
-        dist.all_reduce(x)
-    if dist.get_rank() == 1:
-        $action
-    dist.all_reduce(x)
-""", ranks=3)  # fmt: skip
-def test_hang_is_reported_once_before_the_timeout(calls, action, expected, ended):
-    head = "mpicoll: ranks 0, 2 of group 0 (3 ranks) wait for 2 s in call"
-    ended.badly(f"{head} {calls + 1} of group 0: all_reduce of 4 elements of float64, SUM",
-                *expected)  # fmt: skip
-    assert ended.err.count(head) == 1
-    # The timeout has the same information.
-    assert len(re.findall(r"rank 1: (in Python, )?(after call|stopped)", ended.err)) > 1
-
-
-@needs_mpiexec
-@job("""
-    os.environ["MPICOLL_REPORT_AFTER"] = "0.2"
-    for turn in range(2):
-        dist.init_process_group(timeout=20)
-        if dist.get_rank() == 1:
-            time.sleep(2)
-        dist.barrier()
-        dist.destroy_process_group()
-""")
-def test_hang_is_reported_again_after_a_second_init(ended):
-    assert ended.code == 0, ended
-    assert ended.err.count("mpicoll: rank 0 of group 0 (2 ranks) waits for") == 2
-
-
-@needs_mpiexec
-@job("""
-    for _ in range(3):  # monitors may start after the next init_process_group
-        dist.init_process_group()
-        dist.barrier()
-        dist.destroy_process_group()
-    dist.init_process_group()
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.barrier()
-""", ranks=3)  # fmt: skip
-def test_only_the_latest_monitor_reports_a_lost_rank(ended):
-    assert re.findall(r"mpicoll: lost.*? of 3", ended.err) == ["mpicoll: lost: rank 1 of 3"], ended
-
-
-@needs_mpiexec
-@compiled
-@pytest.mark.parametrize(
-    ("handles", "printed"),
-    [
-        ("sys.exit(9)", ["finally"]),
-        ("raise ZeroDivisionError", ["caught", "finally", "the group has failed"]),
-        ("None", ["finally", "rank 0 continued", "rank 1 continued"]),
-    ],
-)
-@job("""
-    dist.init_process_group(timeout=20)
-    pids = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    def handle(number, frame):
-        handled.append(1)
-        $handles
-    handled = []
-    signal.signal(signal.SIGTERM, handle)
-    x = np.ones(4)
-    for _ in range(70):
-        dist.all_reduce(x)
-    if dist.get_rank() == 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        time.sleep(0.7)
-        os.kill(pids[0], signal.SIGTERM)
-        time.sleep(0.7)
-        dist.all_reduce(x)
-        say("rank 1 continued")
-        sys.exit(0)
-    try:
-        dist.all_reduce(x)
-        assert handled == [1]
-        say("rank 0 continued")
-    except ZeroDivisionError:
-        say("caught")
-        try:
-            dist.all_reduce(x)
-        except dist.DistBackendError as error:
-            say("the group has failed") if "raised ZeroDivisionError" in str(error) else 0
-        sys.exit(4)
-    finally:
-        say("finally")
-""")
-def test_signal_handlers_run_during_a_call(handles, printed, ended):
-    assert ended.lines == printed, ended
-
-
-@needs_mpiexec
-@compiled
-@job("""
-    dist.init_process_group(timeout=20)
-    pids = [None, None]
-    dist.all_gather_object(pids, os.getpid())
-    x, y, refused, other = np.ones(4), np.ones(1), [], dist.new_group()
-    def handle(number, frame):
-        for call in (dist.barrier, lambda: dist.all_reduce(x, async_op=True),
-                     lambda: dist.all_gather_object([None, None], 1),
-                     lambda: dist.monitored_barrier(timeout=3), dist.destroy_process_group):
-            try:
-                call()
-            except ValueError as error:
-                refused.append("inside call 72 of group 0" in str(error))
-        dist.all_reduce(y, group=other)
-    signal.signal(signal.SIGUSR2, handle)
-    for _ in range(70):
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-    if dist.get_rank() == 1:
-        time.sleep(0.5)
-        os.kill(pids[0], signal.SIGUSR2)
-        dist.all_reduce(y, group=other)
-    dist.all_reduce(x)
-    say(x[0], y[0], *refused)
-    dist.destroy_process_group()
-""")
-def test_call_in_a_signal_handler_raises_if_it_would_wait_for_the_interrupted_call(ended):
-    ended.in_good_order()
-    assert sorted(ended.lines) == ["2.0 2.0", "2.0 2.0" + 5 * " True"]
-
-
-@needs_mpiexec
-@job("""
-    dist.init_process_group()
-    if dist.get_rank() == 1:
-        time.sleep(0.5)
-        import subprocess
-        command = [sys.executable, "-m", "mpicoll", "watch", str(os.getppid()), "--stacks"]
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "MPI"))}
-        done = subprocess.run(command, capture_output=True, text=True, env=clean)
-        say(done.stdout, done.stderr, done.returncode)
-    dist.barrier()
-    dist.destroy_process_group()
-""")
-def test_watch_prints_the_calls_and_stacks_of_a_job(ended):
-    ended.in_good_order()
-    assert "2 ranks: " in ended.out and "rank 0: in call 1 of group 0: barrier" in ended.out
-    assert "rank 1: in Python, before its first call" in ended.out
-    assert "in run" in ended.out and "script.py:" in ended.out
-
-
-@pytest.mark.any_mpi
 def test_folder_of_the_monitors_is_private(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = node_monitor.find_folder()

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shlex
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -69,11 +70,27 @@ def without_launcher() -> dict[str, str]:
     }
 
 
+def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python process without the environment variables of launchers."""
+    return run_program(sys.executable, "-c", code, env=without_launcher() | variables)
+
+
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove the variables of launchers from the environment."""
     for name in os.environ.keys() - without_launcher().keys():
         monkeypatch.delenv(name)
+
+
+#: Defines a function that returns the error of a call.
+ERROR_OF = """
+def error_of(kind, function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind.__name__}")
+"""
 
 
 def preamble(limit: int) -> str:
@@ -87,7 +104,7 @@ import mpicoll as dist
 
 def say(*words):  # one write, so that lines of ranks do not mix
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-"""
+{ERROR_OF}"""
 
 
 def made_by(

@@ -179,7 +179,8 @@ def times_table(found: Sequence[Results], keys: Sequence[str], **chosen: Any) ->
     lines = []
     for row in rows:
         given = dict(zip(keys, row, strict=True))
-        if given.get("bytes", MIB) not in SHOWN or given.get("ranks") == 2:  # these are in `sizes`
+        ranks = given.get("ranks", 4)  # `sizes` has two ranks
+        if given.get("bytes", MIB) not in SHOWN or ranks not in (4, 16):
             continue
         cells = [key_cell(*pair) for pair in zip(keys, row, strict=True)]
         for results in found:

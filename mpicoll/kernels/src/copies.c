@@ -14,7 +14,7 @@
 #include <emmintrin.h>
 #endif
 
-/* Minimum size of a copy by a loop; below, memcpy uses none of these instructions. */
+/* Minimum size of a copy by a loop; below, glibc's memcpy does not use the instruction. */
 enum { LOOP_MIN_BYTES = 2048 };
 
 /* A vector unit's width, or a multiple of it. */

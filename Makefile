@@ -165,7 +165,6 @@ test-docs: environment $(VENV)/.docs  ## the pages: their code on two ranks, the
 	TEST_MPICOLL_DOCS=1 TEST_MPICOLL_MPIEXEC='$(START)' \
 	    $(VENV)/bin/python -m pytest -q tests/test_pages.py tests/test_project.py $(ARGS)
 
-# With the system's Chromium.
 # Their newest versions, beside a torch that they are not to replace.
 CLIENTS := accelerate transformers lightning deepspeed 'ray[train]' torchmetrics pyspark distributed
 test-clients:  ## scripts of libraries that people run, such as Lightning, and Ray, Spark and Dask, newest versions

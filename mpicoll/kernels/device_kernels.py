@@ -2,7 +2,7 @@
 
 The kernels are in ``device.cu``, the kernels of collectives in ``device_peers.cu``. NVRTC compiles
 them at first use, in about half a second each, through CuPy, which caches them on disk
-(``CUPY_CACHE_DIR``): one process of a node compiles a kernel, and the others load it.
+(``CUPY_CACHE_DIR``): one process of a node usually compiles a kernel, and the others load it.
 
 Bits that ``reduction.py`` leaves undefined may differ: which NaN a sum or product of float32 and
 float64 is, and how products of complex numbers are rounded (here each product once, then their
@@ -49,7 +49,9 @@ _PEERS = (*_SOURCES, "device_peers.cu")
 _PEER_THREADS = 512
 
 #: Seconds to wait for another process to compile a kernel, and between two checks.
-COMPILE_TIMEOUT_S, _CHECK_INTERVAL_S = 10.0, 0.01
+COMPILE_TIMEOUT_S, _CHECK_INTERVAL_S = 2.0, 0.01
+#: Sockets that are bound now. A forked child closes them.
+_claims: set[socket.socket] = set()
 
 # CuPy appends -ftz=true, and the last option wins: device.cu works with it.
 _OPTIONS = ("--fmad=false", "--std=c++17")
@@ -280,7 +282,13 @@ def _first_on_node(code: str) -> Iterator[None]:
     """
     digest = hashlib.sha256(code.encode()).hexdigest()[:32]
     end, waited = time.monotonic() + COMPILE_TIMEOUT_S, False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+    try:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError:  # a sandbox without such sockets: each process compiles
+        yield
+        return
+    with claim:
+        _claims.add(claim)
         while time.monotonic() < end:
             try:
                 claim.bind(f"\0mpicoll/{os.getuid()}/kernel/{digest}")
@@ -292,7 +300,18 @@ def _first_on_node(code: str) -> Iterator[None]:
             time.sleep(_CHECK_INTERVAL_S)
         if waited:  # the kernel is in the cache, from which all can load it at the same time
             claim.close()
-        yield
+        try:
+            yield
+        finally:
+            _claims.discard(claim)
+
+
+def _after_fork() -> None:
+    for claim in _claims:
+        claim.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @cache

@@ -4,7 +4,8 @@
  * One source for the C library and for CUDA kernels (device.cu). It is valid C and C++, and
  * includes nothing under NVRTC, CUDA's run-time compiler, which has no system headers.
  *
- * Flushing float32's own subnormals to zero does not change the results. (They are far below half
+ * Flushing float32's own subnormals to zero does not change the results, except when a device widens,
+ * which multiplies without flushing. (They are far below half
  * the smallest number of these formats; bfloat16, which has the same subnormals, is converted
  * without arithmetic.)
  *

@@ -54,9 +54,9 @@ from mpicoll.routes.transfers import Transfer, addresses, cut, misfit
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
 
-#: Maximum size in bytes of a slot, which is the data of a round, and of all ranks' slots. A slot has a
-#: quarter of the second-level cache, at least half of SLOT: with a cache of 512 KiB, half of SLOT
-#: takes 20 to 30 % less time for 1 MiB.
+#: Maximum size in bytes of a slot, which is the data of a round, and of all ranks' slots. A slot
+#: has a quarter of the second-level cache, at least half of SLOT: with a cache of 512 KiB, half of
+#: SLOT takes 20 to 30 % less time for 1 MiB.
 SLOT, MAX_SEGMENT_BYTES = 256 * 1024, 48 * 1024 * 1024
 #: Maximum number of ranks that share memory. shared.c stores a rank in 8 bits.
 MAX_RANKS = 256
@@ -67,9 +67,9 @@ FLAT_MAX_RANKS = 8
 #: elements before measured: one wait instead of two.
 ONE_SHOT_MAX_BYTES = 16 * 1024
 
-#: Number of polls, of 40 to 140 cycles each, before a waiting rank yields its processor: about as long
-#: as waking up takes (A. Karlin et al., Empirical studies of competitive spinning for a shared-memory
-#: multiprocessor, SOSP 1991). With fewer processors than ranks, a rank yields at once.
+#: Number of polls, of 40 to 140 cycles each, before a waiting rank yields its processor: about as
+#: long as waking up takes (A. Karlin et al., Empirical studies of competitive spinning for a
+#: shared-memory multiprocessor, SOSP 1991). With fewer processors than ranks, it yields at once.
 SPIN_COUNT, CROWDED_SPIN_COUNT = 2000, 1
 #: Seconds to spin for the other ranks before handing an async call to the progress thread.
 INLINE_WAIT_S = 1e-3

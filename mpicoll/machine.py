@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 
@@ -21,12 +22,13 @@ def describe() -> str:
     return f"{os.cpu_count()} x {words.get('model name') or ' '.join(filter(None, parts))}"
 
 
+@cache
 def l2_cache_bytes() -> int:
     """Return the size of the processor's second-level cache; 1 MiB if Linux does not report it."""
-    for cache in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
+    for index in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"):
         with suppress(OSError, ValueError):
-            if (cache / "level").read_text().strip() == "2":
-                return int((cache / "size").read_text().strip().removesuffix("K")) << 10
+            if (index / "level").read_text().strip() == "2":
+                return int((index / "size").read_text().strip().removesuffix("K")) << 10
     return 1 << 20
 
 

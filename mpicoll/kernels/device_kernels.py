@@ -2,7 +2,8 @@
 
 The kernels are in ``device.cu``, the kernels of collectives in ``device_peers.cu``. NVRTC compiles
 them at first use, in about half a second each, through CuPy, which caches them on disk
-(``CUPY_CACHE_DIR``): one process of a node usually compiles a kernel, and the others load it.
+(``CUPY_CACHE_DIR``): usually one process of a node compiles a kernel, and its other
+processes load it.
 
 Bits that ``reduction.py`` leaves undefined may differ: which NaN a sum or product of float32 and
 float64 is, and how products of complex numbers are rounded (here each product once, then their
@@ -276,7 +277,7 @@ def _first_on_node(code: str) -> Iterator[None]:
     until it has ended, and the kernel is in CuPy's cache; at most COMPILE_TIMEOUT_S.
 
     The ranks cannot agree on who compiles: most kernels are compiled in calls that exchange no
-    messages, and some are selected by the alignment of a rank's own arrays. The claim is a socket
+    messages, and the alignment of a rank's own arrays can select a kernel. The claim is a socket
     address, as in launch/error_output.py: it ends with its process and leaves no file. The timeout
     is needed because the driver may load a module after kernels that wait for this rank.
     """

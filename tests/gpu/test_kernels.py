@@ -263,7 +263,7 @@ print(len(compiled))
     [(2, "ends", 600), (4, "ends", 600), (3, "is killed", 600), (3, "hangs", 0.1)],
 )
 def test_one_process_of_a_node_compiles(tmp_path, n, first, limit):
-    """The others wait for it, but neither for one that was killed nor beyond the limit."""
+    """Other processes wait for it, but not if it was killed, and not beyond the limit."""
     jobs = []
 
     def start(name, says):

@@ -98,7 +98,7 @@ def each_call(team, dtype, count):
         ("scatter", (piece, inputs), {"group_src": root}, piece, np.split(blocks(root), n)[me]),
         ("reduce_scatter", (piece, sent), {}, piece, summed),
         ("all_to_all", (into, sent), {}, listed, turned),
-        # In place: one array is this rank's block of the other.
+        # In place: the smaller array is this rank's block of the larger one.
         ("all_gather_single", (placed, placed[me * count :][:count]), {}, placed, gathered),
         ("reduce_scatter_single", (block, reduced), {}, block, summed),
         ("all_gather", (rows, rows[me]), {}, table, gathered),

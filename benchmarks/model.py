@@ -304,8 +304,6 @@ def route_times(kind: str, place: Place, m: float) -> dict[str, float]:
             PYTHON + best(plain, place, 2 * m, 2 * m) + moved(4 * m, COPIED, 2 * m, q)
         ),
         "shared": lambda: by_sharing(plain, place, m, byte),
-        # An upper bound: single_copy uses slots if they are faster.
-        "single_copy": lambda: by_sharing(plain, place, m, byte),
         "hierarchical": lambda: by_levels(plain, place, m, factor),
     }
     return {route: OWN + ways[route]() for route in eligible_routes(kind, place.name)}

@@ -266,11 +266,10 @@ def test_host_routes_are_measured(ended: Ended) -> None:
         assert all(result["compare"][name]["wrong"] == 0 for name in names)
         found[result["primitive"], result["type"]] = names
     shared = {"shared"} & set(ended.out.split())
-    moved = shared | {"single_copy"} & set(ended.out.split())
     assert found["all_reduce", "float32"] == {"mpi", "exchange"} | shared
     assert found["all_reduce", "bfloat16"] == {"exchange", "widened"} | shared
-    assert found["broadcast", "float32"] == {"mpi"} | moved
-    assert found["all_to_all_single", "float32"] == {"exchange"} | moved
+    assert found["broadcast", "float32"] == {"mpi"} | shared
+    assert found["all_to_all_single", "float32"] == {"exchange"} | shared
     assert "# not measured: hierarchical: it needs several nodes" in ended.out
 
 

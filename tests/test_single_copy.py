@@ -91,16 +91,13 @@ class Ranks:
             ], np.uintp)
             for side in (sends, receives)
         )  # fmt: skip
-        slots = kernels.CallPlan(
+        plan = kernels.CallPlan(
             ctypes.addressof(self.segments[me]), self.choices[me].ctypes.data,
-            signature=signature, divisor=1, size=1, numbers_per_element=1, format=-1, many_blocks=1,
+            processes=ctypes.addressof(self.all[me]), signature=signature, divisor=1, size=1,
+            numbers_per_element=1, format=-1, many_blocks=1,
         )  # fmt: skip
-        copies = kernels.Copies(
-            ctypes.addressof(self.all[me]), signature, 1, many_blocks=1,
-            slots=ctypes.addressof(slots),
-        )  # fmt: skip
-        return kernels.single_copy_all_to_all(
-            ctypes.addressof(copies), out.ctypes.data, into.ctypes.data, 0, 0, number
+        return kernels.shared_all_to_all(
+            ctypes.addressof(plan), out.ctypes.data, into.ctypes.data, 0, 0, number
         )
 
 

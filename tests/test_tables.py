@@ -41,7 +41,7 @@ def test_defaults_are_complete_and_valid_in_a_file():
 
 
 def test_kinds_without_a_row():
-    """On a node: shared memory, or single_copy for large data. Elsewhere: MPI, or exchange."""
+    """On a node: shared memory. Elsewhere: MPI, or exchange."""
     table = Table()
     assert table.row("scan", 4) == {
         "node": ((0, "shared"),), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
@@ -50,8 +50,7 @@ def test_kinds_without_a_row():
         "node": ((0, "shared"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)
     }  # fmt: skip
     assert table.row("all_to_all", 4) == {
-        "node": ((0, "shared"), (16384, "single_copy")),
-        "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),),
+        "node": ((0, "shared"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)
     }  # fmt: skip
 
 

@@ -211,7 +211,6 @@ def _examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bo
     from mpicoll.errors import MpicollError
     from mpicoll.primitives import PRIMITIVES, Layout
     from mpicoll.routes.device import eligibility
-    from mpicoll.routes.host import single_copy
     from mpicoll.routes.registry import DEVICE
 
     group, me = default_group(), dist.get_rank()
@@ -247,7 +246,8 @@ def _examine(before: Facts, misspelled: dict[str, str], again: bool) -> tuple[bo
     torch = control_messages.bcast(comm, _describe_torch() if me == 0 else "", 0, str)
     if torch.startswith(facts["torch"]):
         facts["torch"] = torch
-    own = facts, Placement.find(), misspelled, far, single_copy.find_obstacle(group)
+    shared = group.resources.find("shared")
+    own = facts, Placement.find(), misspelled, far, shared.no_single_copy if shared else ""
     gathered = control_messages.allgather(
         comm, own, tuple[Facts, Placement, dict[str, str], list[str], str]
     )

@@ -40,22 +40,20 @@ _FUNCTIONS = {
     "shared_blocks": ("PPPNII", "i"),
     "shared_lists": ("PPPNII", "i"),
     "shared_all_to_all": ("PPPNII", "i"),
-    "shared_all_to_all_by_slots": ("PPPNII", "i"),
+    "shared_small_all_to_all": ("PPPNII", "i"),
     "shared_fused": ("PPPPNQI", "i"),
     "shared_exchange": ("PNNPNPNIIQ", "i"),
     "mpi_call": ("PPPNII", "i"),
     "single_copy_descriptor_size": ("N", "N"),
     "single_copy_bytes": ("qiPPN", "i"),
-    "single_copy_lists": ("PPPNII", "i"),
-    "single_copy_all_to_all": ("PPPNII", "i"),
 }
 
 
 class Kernels:
     """The functions of the C library at ``path``; raises OSError or AttributeError if it is not
     this library. ``combine_with_gil`` is combine called with the GIL held. ``CallPlan``,
-    ``MpiPlan``, ``Processes`` and ``Copies`` are the structures ``mpicoll_plan``,
-    ``mpicoll_mpi_plan``, ``mpicoll_processes`` and ``mpicoll_copies``.
+    ``MpiPlan`` and ``Processes`` are the structures ``mpicoll_plan``, ``mpicoll_mpi_plan`` and
+    ``mpicoll_processes``.
     """
 
     def __init__(self, path: str) -> None:
@@ -67,7 +65,6 @@ class Kernels:
         self.CallPlan = _structure(library, "plan")
         self.MpiPlan = _structure(library, "mpi_plan")
         self.Processes = _structure(library, "processes")
-        self.Copies = _structure(library, "copies")
 
     def make_channels(
         self, base: int, slot: int, n: int, me: int, flat_max_ranks: int = 0, count: int = 1

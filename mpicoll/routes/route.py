@@ -54,9 +54,6 @@ class Policy(NamedTuple):
 
     #: Its protocol compares the ranks' calls where the group compares every call.
     compares_calls: bool = False
-    #: (host) route to use where the group cannot use this one; "" for the route of smaller
-    #: messages.
-    fallback: str = ""
     on_request: bool = False  # (device) it is used only if the program requests it
     #: (device) minimum size in bytes of a rank's larger array, by operation. Smaller calls use the
     #: next route.

@@ -47,20 +47,18 @@ def _row(node: Steps, nodes: Steps, apart: Steps) -> dict[str, Steps]:
 _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
-#: Data movement. single_copy measures whether one copy or slots are faster.
-_MOVED: Steps = ((0, "shared"), (16 * _KIB, "single_copy"))
 
 #: On one node: measured with 2 ranks, with and without a shared cache, with MPICH and Open MPI from
 #: PyPI, without a difference. Other placements: from the cost model (docs/model.md).
 _FEW: Rows = {
-    "broadcast": _row(_MOVED, _MPI, _MPI),
+    "broadcast": _row(_SHARED, _MPI, _MPI),
     "all_reduce": _row(_SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), _MPI),
     "all_reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
-    "all_gather": _row(_MOVED, _MPI, _MPI),
-    "gather": _row(_MOVED, _MPI, _MPI),
-    "scatter": _row(_MOVED, _MPI, _MPI),
+    "all_gather": _row(_SHARED, _MPI, _MPI),
+    "gather": _row(_SHARED, _MPI, _MPI),
+    "scatter": _row(_SHARED, _MPI, _MPI),
     "reduce_scatter": _row(
         _SHARED, ((0, "mpi"), (4 * _MIB, "hierarchical")), ((0, "mpi"), (4 * _MIB, "exchange"))
     ),
@@ -70,18 +68,14 @@ _FEW: Rows = {
 
 def _for_many() -> Rows:
     # MPI's trees are faster for short messages than routes with a message or a poll per rank.
-    least = 16 * _KIB
-    many = {}
-    for kind, row in _FEW.items():
-        steps = row["node"]
-        if not kind.endswith(_OTHERS):
-            before = [route for size, route in steps if size <= least]
-            after = steps[len(before) :]
-            steps = *_MPI, *([] if before[-1] == "mpi" else [(least, before[-1])]), *after
-        many[kind] = {**row, "node": steps}
+    steps = (*_MPI, (16 * _KIB, "shared"))
+    many = {
+        kind: row if kind.endswith(_OTHERS) else {**row, "node": steps}
+        for kind, row in _FEW.items()
+    }
     # The ranks of a node share its link, over which `exchange` sends the elements of each of them.
-    many["all_reduce of others"]["nodes"] = ((0, "widened"), (512 * _KIB, "hierarchical"))
-    return many
+    between = ((0, "widened"), (512 * _KIB, "hierarchical"))
+    return many | {"all_reduce of others": {**_FEW["all_reduce of others"], "nodes": between}}
 
 
 _OTHERS = " of others"
@@ -135,27 +129,19 @@ def _combines_some(route: Route, others: bool) -> bool:
 
 @cache
 def _of_routes(kind: str) -> dict[str, Steps]:
-    """Return the row of a kind without an entry in the tables: at each placement the first route
-    that requires one, else the first eligible route. Short messages use its fallback on a node, and
-    MPI between nodes.
+    """Return the row of a kind without an entry in the tables: on a node the first route that
+    requires one, elsewhere the first eligible route.
     """
     from mpicoll.routes.host import registry
 
-    row = {}
+    row: dict[str, Steps] = {}
     for place in PLACES:
-        first, *others = eligible_routes(kind, place) or ("",)
-        if not first:
+        routes = eligible_routes(kind, place)
+        if not routes:
             raise UnsupportedError(f"{kind}: no route for arrays in host memory supports it")
-        best = next((name for name in others if registry.HOST[name].needs.placement), first)
-        short = registry.HOST[best].policy.fallback or best
-        if first == "mpi" and place != "node":
-            short = first
-        row[place] = merge_steps([(0, short), (_SHORT, best)])
+        own = [name for name in routes if place == "node" and registry.HOST[name].needs.placement]
+        row[place] = ((0, [*own, *routes][0]),)
     return row
-
-
-#: Maximum size in bytes of short messages of kinds without an entry in the tables.
-_SHORT = 16 * _KIB
 
 
 class Table:

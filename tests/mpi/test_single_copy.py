@@ -1,4 +1,4 @@
-"""The single-copy route: sizes, layouts, both methods, and missing permissions."""
+"""Copies by the kernel: sizes, layouts, all ways, and missing permissions."""
 
 from __future__ import annotations
 
@@ -9,43 +9,41 @@ import numpy as np
 import pytest
 from conftest import needs_2_ranks, pass_first_calls
 from conftest import team as group_of
-from driver import NAMES, Call, InPlace, use_route
+from driver import NAMES, Call, InPlace
 
 import mpicoll as dist
 from mpicoll.dtypes import by_name
 from mpicoll.errors import MismatchError
-from mpicoll.kernels.library import kernels
 from mpicoll.routes import tuning
 from mpicoll.routes.host import single_copy
+from mpicoll.routes.route import EXCHANGES, MOVES
 
-SERVED = single_copy.ROUTE.serves.primitives
-MOVES = [name for name, row in NAMES.items() if not row.reduces and row.name in SERVED]
-KINDS = [kind for kind in tuning.KINDS if tuning.parse_kind(kind)[0].name in SERVED]
+NAMES_OF_MOVES = [name for name, row in NAMES.items() if row.name in (*MOVES, *EXCHANGES)]
+WAYS = "0", "1", "random", "copy-by-the-kernel"
 
 
-@pytest.fixture(scope="module", params=["0", "1", "random"], ids="MPICOLL_CHOOSE={}".format)
+@pytest.fixture(scope="module", params=WAYS, ids="MPICOLL_CHOOSE={}".format)
 def team(world, request):
-    """A group that copies large messages by the kernel, as is faster, or at random."""
+    """A group that copies large messages by the kernel by default, if faster, at random, always."""
     with pytest.MonkeyPatch.context() as patch:
-        use_route(patch, "single_copy", kinds=KINDS)
         patch.setattr(tuning.job, "choose", request.param)
         found = group_of(request.param, range(world.size))
         dist.all_to_all_single(np.zeros(found.size), np.zeros(found.size), group=found.group)
         if found.size > 1 and not copies(found):
-            pytest.skip(single_copy.find_obstacle(found.group) or "the ranks do not share memory")
+            pytest.skip("the ranks do not share memory, or cannot copy by the kernel")
         yield found
 
 
 def copies(team):
-    attempt = team.group.resources.find("single_copy")
-    return attempt is not None and attempt.copies is not None
+    memory = team.group.resources.find("shared")
+    return memory is not None and memory.peers is not None
 
 
 #: Element counts around page sizes, the threshold of the choice, and chunks.
 COUNTS = (0, 1, 5, 1023, 1025, 32768, 32769, 70001)
 
 
-@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("name", NAMES_OF_MOVES)
 @pytest.mark.parametrize("dtype", ["float32", "bool", "complex128"])
 def test_data_movement_of_every_size(team, name, dtype):
     for count, root in itertools.product(COUNTS, {0, team.size - 1}):
@@ -55,7 +53,7 @@ def test_data_movement_of_every_size(team, name, dtype):
 
 
 def test_messages_larger_than_one_copy_call(team):
-    for name in MOVES:
+    for name in NAMES_OF_MOVES:
         Call(name, team, by_name["uint8"], (9 << 20) + 77, None, team.size - 1).run()
 
 
@@ -167,9 +165,8 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_one_rank_without_permission_disables_the_route(world, new_team, mpi, monkeypatch, failure):
-    """All ranks then use shared memory, and the rank reports the reason."""
-    use_route(monkeypatch, "single_copy", kinds=KINDS)
+def test_one_rank_without_permission_disables_single_copy(world, new_team, mpi, failure):
+    """All ranks then use slots, and the rank reports the reason."""
     for unable in {0, world.size - 1}:
         with pytest.MonkeyPatch.context() as patch:
             if unable == world.me and FAILURES[failure]:
@@ -177,23 +174,17 @@ def test_one_rank_without_permission_disables_the_route(world, new_team, mpi, mo
             elif unable == world.me:
                 patch.setenv("MPICOLL_SINGLE_COPY", "0")
             team = new_team(f"without {unable}")
-            for name, count in itertools.product(MOVES, (5, 50000)):
+            for name, count in itertools.product(NAMES_OF_MOVES, (5, 50000)):
                 Call(name, team, by_name["float32"], count, None, 0).run()
-        why = single_copy.find_obstacle(team.group)
         assert not copies(team)
-        if world.size > 1 and team.group.resources.find("shared"):
-            reasons = mpi.allgather(why)
-            assert reasons[unable] and not any(
-                each for rank, each in enumerate(reasons) if rank != unable
-            )
+        memory = team.group.resources.find("shared")
+        if memory:
+            reasons = mpi.allgather(memory.no_single_copy)
+            assert [bool(each) for each in reasons] == [r == unable for r in range(world.size)]
 
 
-def test_default_table_uses_single_copy_for_large_messages(world, new_team):
-    """If permitted."""
-    if world.size == 1 or kernels is None:
-        return
+def test_groups_copy_by_the_kernel_if_permitted(new_team, mpi):
     team = new_team("default")
-    for name in MOVES:
-        Call(name, team, by_name["float32"], 300000, None, 0).run()
-    if not single_copy.find_obstacle(team.group) and team.group.resources.find("shared"):
-        assert copies(team)
+    Call("broadcast", team, by_name["float32"], 300000, None, 0).run()
+    memory = team.group.resources.find("shared")
+    assert copies(team) is (memory is not None and not any(mpi.allgather(memory.no_single_copy)))

@@ -161,12 +161,12 @@ struct mpicoll_plan {
     struct mpicoll_shared *shared;
     struct mpicoll_choices *choices; /* NULL: only default ways */
     const struct mpicoll_mpi_plan *mpi; /* plan of the same calls by MPI; NULL: not by MPI */
+    const struct mpicoll_processes *processes; /* NULL: not by the kernel */
     uint64_t signature;         /* identifies operation, op, dtype and layout */
     double divisor;             /* of the combined result */
     size_t size;                /* bytes of a number */
     size_t numbers_per_element; /* 2 for complex numbers */
     size_t one_shot_max_bytes;  /* up to which all_reduce is run in one shot by default */
-    int32_t other_ways;         /* that the caller of a function of this file runs itself */
     int32_t format;             /* format of the numbers to combine; negative: copy only */
     int32_t operation;
     int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
@@ -183,9 +183,9 @@ struct mpicoll_plan {
 
 EXPORT const struct mpicoll_field mpicoll_plan_fields[] = {
     FIELD(mpicoll_plan, shared), FIELD(mpicoll_plan, choices), FIELD(mpicoll_plan, mpi),
-    FIELD(mpicoll_plan, signature), FIELD(mpicoll_plan, divisor), FIELD(mpicoll_plan, size),
-    FIELD(mpicoll_plan, numbers_per_element), FIELD(mpicoll_plan, one_shot_max_bytes),
-    FIELD(mpicoll_plan, other_ways), FIELD(mpicoll_plan, format),
+    FIELD(mpicoll_plan, processes), FIELD(mpicoll_plan, signature), FIELD(mpicoll_plan, divisor),
+    FIELD(mpicoll_plan, size), FIELD(mpicoll_plan, numbers_per_element),
+    FIELD(mpicoll_plan, one_shot_max_bytes), FIELD(mpicoll_plan, format),
     FIELD(mpicoll_plan, operation), FIELD(mpicoll_plan, many_blocks), FIELD(mpicoll_plan, has_src),
     FIELD(mpicoll_plan, has_dst), FIELD(mpicoll_plan, prefix), FIELD(mpicoll_plan, lazy),
     FIELD(mpicoll_plan, in_place),
@@ -1015,12 +1015,19 @@ static int exchange(const struct mpicoll_plan *plan, size_t places, size_t most,
     return 1;
 }
 
-/* Returns the ways of a plan's calls through slots. in_one: each block is a single array. */
+/* Returns the ways of a plan's calls. in_one: each block is a single array, of the same size. */
 static int allowed_ways(const struct mpicoll_plan *plan, int in_one)
 {
-    return (plan->in_place ? ONE_SHOT : 0) | STREAM_SLOTS | STREAM_OUT | plan->other_ways |
+    return (plan->in_place ? ONE_SHOT : 0) | STREAM_SLOTS | STREAM_OUT |
+           (in_one && plan->processes ? BY_KERNEL : 0) |
            (in_one && plan->shared->channels > 1 ? PARALLEL : 0) |
            (in_one && plan->mpi ? BY_MPI : 0);
+}
+
+/* most: numbers of the largest block of all ranks. */
+static struct mpicoll_trial choose_way(const struct mpicoll_plan *plan, size_t most, int allowed)
+{
+    return mpicoll_choose(plan->choices, call_bytes(plan, most), plan->one_shot_max_bytes, allowed);
 }
 
 /* The collectives whose blocks all have the same size: see exchange_blocks. */
@@ -1138,6 +1145,31 @@ static int run_divided(const struct mpicoll_plan *plan, char *const *send, char 
     return !atomic_load(&call.failed);
 }
 
+/* The same by the kernel; spans: see mpicoll_single_copy. */
+static int run_by_kernel(const struct mpicoll_plan *plan, const struct mpicoll_span *spans,
+                         size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
+{
+    return mpicoll_trial_begin(plan->shared, number, plan->signature | (uint64_t)root << 24, count,
+                               trial)
+               ? mpicoll_single_copy(plan->processes, spans, trial)
+               : MISMATCHED;
+}
+
+/* Sets the spans of blocks of `bytes` bytes. */
+static void set_spans(struct mpicoll_span *spans, const struct mpicoll_plan *plan,
+                      char *const *send, char *const *recv, size_t bytes, uint32_t root)
+{
+    const uint32_t n = plan->shared->n, me = plan->shared->me;
+
+    for (uint32_t rank = 0; rank < n; rank++) {
+        spans[rank] = spans[n + rank] = (struct mpicoll_span){NULL, 0};
+        if ((!plan->has_src || me == root) && (!plan->has_dst || rank == root))
+            spans[rank] = (struct mpicoll_span){send[plan->many_blocks ? rank : 0], bytes};
+        if ((!plan->has_src || rank == root) && (!plan->has_dst || me == root))
+            spans[n + rank] = (struct mpicoll_span){recv[plan->has_src ? 0 : rank], bytes};
+    }
+}
+
 /* The collectives whose blocks all have the same size.
  *
  * send, recv: blocks to publish and destinations, in rank order, of n arrays each. Not read
@@ -1148,9 +1180,16 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
                            const size_t *ends, size_t n, uint32_t root, uint32_t number)
 {
     const size_t count = ends[n - 1];
-    struct mpicoll_trial trial =
-        mpicoll_choose(plan->choices, call_bytes(plan, count), plan->one_shot_max_bytes,
-                       allowed_ways(plan, n == 1));
+    struct mpicoll_trial trial = choose_way(plan, count, allowed_ways(plan, n == 1));
+
+    if (trial.way == BY_KERNEL) {
+        struct mpicoll_span spans[2 * plan->shared->n];
+        set_spans(spans, plan, send, recv, count * plan->size, root);
+        const int result = run_by_kernel(plan, spans, count, root, number, &trial);
+        if (result != NOT_COPIED)
+            return result;
+        trial = choose_way(plan, count, allowed_ways(plan, n == 1) & ~BY_KERNEL);
+    }
     if (trial.way == PARALLEL)
         return run_divided(plan, send, recv, count, root, number, &trial);
     if (trial.way == BY_MPI)
@@ -1213,8 +1252,7 @@ EXPORT int mpicoll_shared_exchange(const struct mpicoll_plan *plan, size_t place
     for (size_t k = 0; k < n_gets; k++)
         to[k] = (struct get){
             gets[k].rank, gets[k].place, {&gets[k].data, &gets[k].count, 1}};
-    struct mpicoll_trial trial =
-        mpicoll_choose(plan->choices, call_bytes(plan, most), 0, allowed_ways(plan, 0));
+    struct mpicoll_trial trial = choose_way(plan, most, allowed_ways(plan, 0));
     return exchange(plan, places, most, from, n_puts, to, n_gets, number,
                     plan->signature | (uint64_t)root << 24, total, &trial);
 }
@@ -1321,9 +1359,10 @@ EXPORT int mpicoll_shared_fused(const struct mpicoll_plan *plan, char *const *se
  * and plan->max_count is set; WRONG_SIZE if a rank expects another size than it is sent; MISMATCHED
  * where other calls return 0. (`count` and `root` are unused; mpicoll_shared_lists has the same
  * type.) */
-EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpicoll_block *send,
-                                     const struct mpicoll_block *recv, size_t count, uint32_t root,
-                                     uint32_t number)
+EXPORT int mpicoll_shared_small_all_to_all(struct mpicoll_plan *plan,
+                                           const struct mpicoll_block *send,
+                                           const struct mpicoll_block *recv, size_t count,
+                                           uint32_t root, uint32_t number)
 {
     struct mpicoll_shared *shared = plan->shared;
     const uint32_t n = shared->n, me = shared->me;
@@ -1389,54 +1428,35 @@ EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpi
     return result;
 }
 
-/* The same after NO_ROOM, in several rounds. */
-int mpicoll_shared_all_to_all_rounds(struct mpicoll_plan *plan, const struct mpicoll_block *send,
+/* The same for blocks of any size. */
+EXPORT int mpicoll_shared_all_to_all(struct mpicoll_plan *plan, const struct mpicoll_block *send,
                                      const struct mpicoll_block *recv, size_t count, uint32_t root,
                                      uint32_t number)
 {
     const uint32_t n = plan->shared->n, me = plan->shared->me;
+    int result = mpicoll_shared_small_all_to_all(plan, send, recv, count, root, number);
     struct list puts[n];
     struct get gets[n];
-    (void)count, (void)root;
+    struct mpicoll_span spans[2 * n];
 
+    if (result != NO_ROOM)
+        return result;
+    const int ways = allowed_ways(plan, 0);
+    struct mpicoll_trial trial =
+        choose_way(plan, plan->max_count, ways | (plan->processes ? BY_KERNEL : 0));
+    if (trial.way == BY_KERNEL) {
+        for (uint32_t k = 0; k < n; k++) {
+            spans[k] = (struct mpicoll_span){send[k].data, send[k].count * plan->size};
+            spans[n + k] = (struct mpicoll_span){recv[k].data, recv[k].count * plan->size};
+        }
+        result = run_by_kernel(plan, spans, 0, 0, number, &trial);
+        if (result != NOT_COPIED)
+            return result;
+        trial = choose_way(plan, plan->max_count, ways);
+    }
     for (uint32_t k = 0; k < n; k++) {
         puts[k] = (struct list){&send[k].data, &send[k].count, 1};
         gets[k] = (struct get){k, me, {&recv[k].data, &recv[k].count, 1}};
     }
-    struct mpicoll_trial trial =
-        mpicoll_choose(plan->choices, call_bytes(plan, plan->max_count), 0, allowed_ways(plan, 0));
     return exchange(plan, n, plan->max_count, puts, n, gets, n, number, plan->signature, 0, &trial);
-}
-
-/* The same for blocks of any size. */
-EXPORT int mpicoll_shared_all_to_all_by_slots(struct mpicoll_plan *plan,
-                                              const struct mpicoll_block *send,
-                                              const struct mpicoll_block *recv, size_t count,
-                                              uint32_t root, uint32_t number)
-{
-    const int result = mpicoll_shared_all_to_all(plan, send, recv, count, root, number);
-    return result == NO_ROOM
-               ? mpicoll_shared_all_to_all_rounds(plan, send, recv, count, root, number)
-               : result;
-}
-
-size_t mpicoll_largest_block(const struct mpicoll_plan *plan)
-{
-    return plan->max_count;
-}
-
-struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most, int even)
-{
-    return mpicoll_choose(plan->choices, call_bytes(plan, most), 0,
-                          allowed_ways(plan, even) | BY_KERNEL);
-}
-
-int mpicoll_run_by_slots(struct mpicoll_plan *plan, int chosen, mpicoll_lists_function *by_slots,
-                         const struct mpicoll_block *send, const struct mpicoll_block *recv,
-                         size_t count, uint32_t root, uint32_t number)
-{
-    plan->other_ways = chosen ? BY_KERNEL : 0;
-    const int result = by_slots(plan, send, recv, count, root, number);
-    plan->other_ways = 0;
-    return result;
 }

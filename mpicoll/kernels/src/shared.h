@@ -24,15 +24,8 @@ struct mpicoll_block {
     size_t count; /* elements */
 };
 
-/* Results of calls; NO_ROOM and WRONG_SIZE only for all_to_all. */
-enum { MISMATCHED, MOVED, NO_ROOM, WRONG_SIZE };
-
-/* Calls of blocks, in one type: see shared.c. */
-typedef int mpicoll_lists_function(struct mpicoll_plan *plan, const struct mpicoll_block *send,
-                                   const struct mpicoll_block *recv, size_t count, uint32_t root,
-                                   uint32_t number);
-mpicoll_lists_function mpicoll_shared_lists, mpicoll_shared_all_to_all,
-    mpicoll_shared_all_to_all_rounds;
+/* Results of calls. Only for all_to_all: NO_ROOM, WRONG_SIZE. NOT_COPIED: see mpicoll_single_copy. */
+enum { MISMATCHED, MOVED, NO_ROOM, WRONG_SIZE, NOT_COPIED };
 
 /* Runs a call by MPI; see mpi_calls.c. Returns 1; 0 without memory; or MPI's error code, which is
  * positive, times -1. */
@@ -40,17 +33,19 @@ int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mpicoll_b
                      const struct mpicoll_block *recv, size_t count, uint32_t root,
                      uint32_t number);
 
-/* Returns the elements of the largest block of all ranks after NO_ROOM. */
-size_t mpicoll_largest_block(const struct mpicoll_plan *plan);
+struct mpicoll_processes;
 
-/* Chooses the way of a call that moves data through slots or by the kernel. most: elements of the
- * largest block of all ranks; even: all blocks have this size. */
-struct mpicoll_trial mpicoll_choose_copy(const struct mpicoll_plan *plan, size_t most, int even);
+/* Address and size in bytes of a block. */
+struct mpicoll_span {
+    char *data;
+    size_t size;
+};
 
-/* Runs such a call through slots. chosen: because mpicoll_choose_copy chose that. */
-int mpicoll_run_by_slots(struct mpicoll_plan *plan, int chosen, mpicoll_lists_function *by_slots,
-                         const struct mpicoll_block *send, const struct mpicoll_block *recv,
-                         size_t count, uint32_t root, uint32_t number);
+/* Moves a call's data by the kernel, after mpicoll_trial_begin; see single_copy.c. spans: n blocks
+ * that this rank sends, by receiver, and n that it receives, by sender. Returns MOVED; MISMATCHED; or
+ * NOT_COPIED on all ranks, if one of them could not copy: the call must be repeated through slots. */
+int mpicoll_single_copy(const struct mpicoll_processes *processes,
+                        const struct mpicoll_span *spans, struct mpicoll_trial *trial);
 
 /* Returns a rank's descriptor in this round. */
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank);

@@ -1,8 +1,8 @@
 /* Data movement between ranks of one node by single copy: the kernel copies from process to
  * process.
  *
- * Every rank publishes a descriptor in shared memory (shared.h): the addresses of the blocks that
- * it sends to each other rank, and of the destinations of the blocks that it receives. Then
+ * Every rank publishes a descriptor in shared memory (shared.h): the addresses of the blocks that it
+ * sends to each other rank, and of the destinations of the blocks that it receives. Then
  * process_vm_readv and process_vm_writev copy the blocks. A block is copied by its receiver. If its
  * sender has less to receive itself, the sender copies a part of it (`written_part`): the root of a
  * broadcast, or the senders of a gather. (B. Goglin, S. Moreaud, KNEM, J. Parallel and Distributed
@@ -10,7 +10,7 @@
  *
  * Copying twice, through slots, may be faster: the kernel must look up every page of the other
  * process, which costs more than the copy for small pages; and ranks that share a cache can move
- * blocks through slots in it. So both are candidates of the same choice (choice.h).
+ * blocks through slots in it. So shared.c measures both (choice.h).
  *
  * No rank returns from a call before all other ranks have finished their part, because they read
  * and write its memory. This also holds for a rank that aborts a call after another was lost
@@ -37,16 +37,6 @@ enum {
     STREAM_MIN_BYTES = 16 << 20
 };
 
-/* Results of a call: FAILED where other calls return 0; NOT_COPIED, on all ranks, if a rank could not
- * copy: the call must then be repeated through slots. */
-enum { FAILED, DONE, NOT_COPIED };
-
-/* Address and size in bytes of a block. */
-struct mpicoll_span {
-    char *data;
-    size_t size;
-};
-
 /* A group's processes as this rank sees them; mpicoll/routes/host/single_copy.py mirrors it. */
 struct mpicoll_processes {
     struct mpicoll_shared *shared;
@@ -58,23 +48,6 @@ struct mpicoll_processes {
 EXPORT const struct mpicoll_field mpicoll_processes_fields[] = {
     FIELD(mpicoll_processes, shared), FIELD(mpicoll_processes, pids),
     FIELD(mpicoll_processes, tokens), FIELD(mpicoll_processes, n), FIELD(mpicoll_processes, me),
-    END_OF_FIELDS,
-};
-
-/* Parameters that all calls of one plan share; mpicoll/routes/host/single_copy.py mirrors it. */
-struct mpicoll_copies {
-    struct mpicoll_processes *processes;
-    uint64_t signature;         /* identifies operation, dtype and layout */
-    size_t size;                /* bytes of an element */
-    int32_t many_blocks;        /* each rank sends n blocks, one for each rank, instead of one */
-    int32_t has_src, has_dst;   /* only the root sends; only the root receives */
-    struct mpicoll_plan *slots; /* plan of the same calls through slots */
-};
-
-EXPORT const struct mpicoll_field mpicoll_copies_fields[] = {
-    FIELD(mpicoll_copies, processes), FIELD(mpicoll_copies, signature), FIELD(mpicoll_copies, size),
-    FIELD(mpicoll_copies, many_blocks), FIELD(mpicoll_copies, has_src),
-    FIELD(mpicoll_copies, has_dst), FIELD(mpicoll_copies, slots),
     END_OF_FIELDS,
 };
 
@@ -132,7 +105,7 @@ static int abort_call(const struct mpicoll_processes *processes)
                mpicoll_single_copy_bytes(processes->pids[rank], 0, (char *)&word,
                                          processes->tokens[rank], sizeof word) != ESRCH)
             sleep_ms();
-    return FAILED;
+    return MISMATCHED;
 }
 
 /* The other process is lost or about to abort. Waits until this rank is aborted as well. */
@@ -208,115 +181,41 @@ static void copy_own(struct mpicoll_span into, struct mpicoll_span from)
         mpicoll_copy(into.data, from.data, from.size);
 }
 
-/* Runs a call whose blocks are in this rank's descriptor. */
-static int run(const struct mpicoll_copies *plan, struct mpicoll_trial *trial)
+int mpicoll_single_copy(const struct mpicoll_processes *processes,
+                        const struct mpicoll_span *spans, struct mpicoll_trial *trial)
 {
-    const struct mpicoll_processes *processes = plan->processes;
     struct mpicoll_shared *shared = processes->shared;
     const uint32_t n = processes->n, me = processes->me;
     struct descriptor *mine = descriptor(processes, me);
     int error = 0;
 
+    memcpy(mine->spans, spans, 2 * n * sizeof *spans);
     mine->sent = mine->received = 0;
     for (uint32_t rank = 0; rank < n; rank++)
         if (rank != me) {
-            mine->sent += mine->spans[rank].size;
-            mine->received += mine->spans[n + rank].size;
+            mine->sent += spans[rank].size;
+            mine->received += spans[n + rank].size;
         }
     atomic_store(&mine->aborted, 0);
     atomic_store(&mine->error, 0);
     const int published = mpicoll_trial_publish(shared, trial);
     if (published <= 0)
-        return published < 0 ? abort_call(processes) : FAILED;
+        return published < 0 ? abort_call(processes) : MISMATCHED;
     for (uint32_t i = 1; i < n && !error; i++)
         error = copy_with(processes, (me + i) % n);
     if (error == ESRCH)
         return wait_for_abort(processes);
     if (!error)
-        copy_own(mine->spans[n + me], mine->spans[me]);
+        copy_own(spans[n + me], spans[me]);
     atomic_store(&mine->error, error);
     mpicoll_round_end(shared);
     if (!mpicoll_round_wait(shared, moved(mine)))
         return abort_call(processes);
-    int result = DONE;
+    int result = MOVED;
     for (uint32_t rank = 0; rank < n; rank++)
         if (atomic_load(&descriptor(processes, rank)->error))
             result = NOT_COPIED;
     mpicoll_round_close(shared);
     mpicoll_trial_end(trial, result == NOT_COPIED);
     return result;
-}
-
-/* Runs a call by the kernel if that is the chosen way and the kernel can copy, else through slots.
- *
- * spans: this rank's blocks, as in struct descriptor.
- * most:  elements of the largest block of all ranks. */
-static int run_or_use_slots(const struct mpicoll_copies *plan, const struct mpicoll_span *spans,
-                            size_t most, mpicoll_lists_function *by_slots,
-                            const struct mpicoll_block *send, const struct mpicoll_block *recv,
-                            size_t count, uint32_t root, uint32_t number)
-{
-    const struct mpicoll_processes *processes = plan->processes;
-    struct mpicoll_trial trial =
-        mpicoll_choose_copy(plan->slots, most, by_slots == mpicoll_shared_lists);
-
-    if (trial.way == BY_KERNEL) {
-        if (!mpicoll_trial_begin(processes->shared, number, plan->signature | (uint64_t)root << 24,
-                                 count, &trial))
-            return MISMATCHED;
-        memcpy(descriptor(processes, processes->me)->spans, spans,
-               2 * processes->n * sizeof *spans);
-        const int result = run(plan, &trial);
-        if (result != NOT_COPIED)
-            return result == DONE ? MOVED : MISMATCHED;
-    }
-    return mpicoll_run_by_slots(plan->slots, trial.way != BY_KERNEL, by_slots, send, recv, count,
-                                root, number);
-}
-
-/* The collectives whose blocks all have `count` elements; see mpicoll_shared_lists. */
-EXPORT int mpicoll_single_copy_lists(const struct mpicoll_copies *plan,
-                                     const struct mpicoll_block *send,
-                                     const struct mpicoll_block *recv, size_t count, uint32_t root,
-                                     uint32_t number)
-{
-    const uint32_t n = plan->processes->n, me = plan->processes->me;
-    const size_t bytes = count * plan->size;
-    struct mpicoll_span spans[2 * n];
-
-    for (uint32_t rank = 0; rank < n; rank++) {
-        const int gives = (!plan->has_src || me == root) && (!plan->has_dst || rank == root);
-        const int takes = (!plan->has_src || rank == root) && (!plan->has_dst || me == root);
-        spans[rank] = (struct mpicoll_span){
-            gives ? send[plan->many_blocks ? rank : 0].data : NULL,
-            gives ? bytes : 0,
-        };
-        spans[n + rank] = (struct mpicoll_span){
-            takes ? recv[plan->has_src ? 0 : rank].data : NULL,
-            takes ? bytes : 0,
-        };
-    }
-    return run_or_use_slots(plan, spans, count, mpicoll_shared_lists, send, recv, count, root,
-                            number);
-}
-
-/* all_to_all: small blocks by mpicoll_shared_all_to_all, which also compares all sizes; larger
- * blocks by either method. */
-EXPORT int mpicoll_single_copy_all_to_all(const struct mpicoll_copies *plan,
-                                          const struct mpicoll_block *send,
-                                          const struct mpicoll_block *recv, size_t count,
-                                          uint32_t root, uint32_t number)
-{
-    const uint32_t n = plan->processes->n;
-    const int result = mpicoll_shared_all_to_all(plan->slots, send, recv, count, root, number);
-    struct mpicoll_span spans[2 * n];
-
-    if (result != NO_ROOM)
-        return result;
-    for (uint32_t rank = 0; rank < n; rank++) {
-        spans[rank] = (struct mpicoll_span){send[rank].data, send[rank].count * plan->size};
-        spans[n + rank] = (struct mpicoll_span){recv[rank].data, recv[rank].count * plan->size};
-    }
-    return run_or_use_slots(plan, spans, mpicoll_largest_block(plan->slots),
-                            mpicoll_shared_all_to_all_rounds, send, recv, 0, 0, number);
 }

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from mpicoll.routes.host import (
-    exchange,
-    hierarchical,
-    mpi,
-    shared,
-    single_copy,
-    widened,
-)
+from mpicoll.routes.host import exchange, hierarchical, mpi, shared, widened
 from mpicoll.routes.route import Route
 
 #: Host routes by name.
 HOST: dict[str, Route] = {
-    module.ROUTE.name: module.ROUTE
-    for module in (mpi, exchange, widened, single_copy, shared, hierarchical)
+    module.ROUTE.name: module.ROUTE for module in (mpi, exchange, widened, shared, hierarchical)
 }

@@ -26,7 +26,7 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, lists, mpi, registry, shared, single_copy
+from mpicoll.routes.host import exchange, hierarchy, lists, mpi, registry, shared
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 
@@ -93,8 +93,7 @@ class _ByPlace(Implementation):
         served = _served(self._kind, self._row, place(self._kind.group))
         (_, first, _), (_, last, chosen) = served[0], served[-1]
         memory: shared.Shared | None = self._kind.group.resources.find("shared")
-        # single_copy has such a first round itself.
-        if memory and first == shared.ROUTE.name and last not in (first, single_copy.ROUTE.name):
+        if memory and first == shared.ROUTE.name != last:
             return shared.Exchange(memory, self._kind, chosen)
         return chosen
 
@@ -235,8 +234,7 @@ def _served(
 ) -> list[tuple[int, str, Implementation]]:
     """Return the available steps, from 0 bytes, each with its implementation. All ranks call.
 
-    A route that does not serve this kind of call is replaced by ``exchange``, and a route that is
-    not available in the group by its fallback.
+    A route that does not serve this kind of call is replaced by ``exchange``.
     """
     found: list[tuple[int, str, Implementation]] = []
     for nbytes, name in row[placement]:
@@ -246,9 +244,6 @@ def _served(
                 continue
             route = registry.HOST["exchange"]  # which serves every reduction, in rank order
         built = route.build(kind)
-        if built is None and route.policy.fallback:
-            route = registry.HOST[route.policy.fallback]
-            built = route.build(kind)
         if built is not None:
             compared = built if route.policy.compares_calls else _compared(kind, built)
             found.append((nbytes if found else 0, route.name, compared))
@@ -270,11 +265,7 @@ def place(group: ProcessGroup) -> str:
         return "node"
     if hierarchy.get_or_create(group):
         return "nodes"
-    if not shared.get_or_create(group):
-        return "apart"
-    # Now, because all ranks are in this function; later their calls may differ.
-    single_copy.get_or_create(group)
-    return "node"
+    return "node" if shared.get_or_create(group) else "apart"
 
 
 # --- for tune, and for messages -----------------------------------------------------------------

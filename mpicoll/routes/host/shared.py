@@ -37,6 +37,7 @@ from mpicoll.kernels.library import address_of, kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import mpi
 from mpicoll.routes.host.shared_segment import Segment, share
+from mpicoll.routes.host.single_copy import find_peers
 from mpicoll.routes.host.ways import Ways
 from mpicoll.routes.route import (
     EXCHANGES,
@@ -79,15 +80,19 @@ _MISMATCHED, _MOVED, _NO_ROOM, _WRONG_SIZE = range(4)  # results, as in shared.h
 
 
 class Shared:
-    """The shared-memory segment of a group; ``pointer`` is the address of its C structure."""
+    """The shared-memory segment of a group; ``pointer`` is the address of its C structure.
+
+    peers: the other ranks' processes, for copies by the kernel; None if a rank cannot make them.
+    no_single_copy: why this rank cannot, or "".
+    """
 
     def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
+        """All ranks call."""
         assert kernels is not None
         self._group = group
         self.kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # keeps the mapping alive
         n = group.size()
-        self.slot = slot
         # The C library has the addresses of both.
         self._kinds: dict[Any, Any] = {}
         self._mpi_plans: list[Any] = []
@@ -103,6 +108,11 @@ class Shared:
         )
         self._segment = self._channels[0]
         self.pointer = ctypes.addressof(self._segment)
+        self._processes = None
+        self.peers, self.no_single_copy = find_peers(group, kernels, slot)
+        if self.peers:
+            pids, tokens = self.peers.pids.ctypes.data, self.peers.tokens.ctypes.data
+            self._processes = kernels.Processes(self.pointer, pids, tokens, n, group.rank())
         self._spin_count = CROWDED_SPIN_COUNT if self._crowded else SPIN_COUNT
         for channel in self._channels:
             channel.spin_count = self._spin_count
@@ -140,9 +150,9 @@ class Shared:
 
         native_calls = [self.native_call(self, LISTS, lists, at)]
         if kind.primitive.root:
-            return Native(run_blocks, native_calls)
+            return _Native(run_blocks, native_calls)
         native_calls.append(self.native_call(self, FUSED, fused, at))
-        return Native(run_blocks, native_calls, run_fused)
+        return _Native(run_blocks, native_calls, run_fused)
 
     def native_call(self, owner: Any, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
@@ -208,6 +218,7 @@ class Shared:
                 " ".join([primitive.name, dtype.name, *([op.op.name] if op else [])])
             ),
             mpi=self._describe_mpi(kind),
+            processes=ctypes.addressof(self._processes) if self._processes and not op else 0,
             signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
@@ -345,7 +356,7 @@ class Shared:
         )
 
 
-class Native(Implementation):
+class _Native(Implementation):
     """An implementation with given native calls and a given function for segment tables."""
 
     def __init__(
@@ -366,24 +377,17 @@ class Native(Implementation):
 class Exchange(Implementation):
     """all_to_all. The first round sends the sizes of all blocks, and the blocks if they fit.
 
-    large:    implementation of calls that do not fit; None if ``function`` runs them.
-    function: the C library's function, by default through slots.
-    argument: its first argument; ``owner`` keeps the memory alive.
+    large: implementation of calls that do not fit; None: the C library runs them.
     """
 
-    def __init__(
-        self, memory: Shared, kind: CallKind, large: Implementation | None = None,
-        function: Callable[..., int] | None = None, argument: int = 0, owner: object = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, memory: Shared, kind: CallKind, large: Implementation | None = None) -> None:
         library, self._described = memory.kernels, memory.described(kind)
-        self._memory, self._kind, self._large, self._owner = memory, kind, large, owner
-        self._argument = argument or ctypes.addressof(self._described)
-        self._function = function or (
-            library.shared_all_to_all if large else library.shared_all_to_all_by_slots
-        )
+        self._memory, self._kind, self._large = memory, kind, large
+        self._argument = ctypes.addressof(self._described)
+        self._function = library.shared_small_all_to_all if large else library.shared_all_to_all
 
     def native_calls(self) -> Sequence[NativeCall]:
-        """Return the native call of ``function``."""
+        """Return the native call of the C library's function."""
         return (self._memory.native_call(self, LISTS, self._function, self._argument),)
 
     def run(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:

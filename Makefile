@@ -129,7 +129,8 @@ EMULATED_VENV = .venv-emulated-$(ONE)
 EMULATED_TORCH =
 emulated-environment:
 	@$(MAKE) --no-print-directory environment MPI=$(ONE) VENV=$(EMULATED_VENV) TORCH=$(EMULATED_TORCH)
-	@$(EMULATED_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED)
+	@test -e $(EMULATED_VENV)/.emulated || { $(EMULATED_VENV)/bin/python -m pip install --quiet \
+	    --disable-pip-version-check $(EMULATED) && touch $(EMULATED_VENV)/.emulated; }
 	@$(EMULATED_VENV)/bin/python tests/emulated_gpu/build.py $(EMULATOR)
 
 test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ranks; ARGS='--suites kernels'
@@ -257,9 +258,10 @@ docs: $(VENV)/.docs  ## write the tables of the pages, then the pages as HTML: .
 	@echo 'The site: file://$(CURDIR)/.cache/site/index.html; to serve it: $(PYTHON) -m http.server --directory .cache/site'
 
 # With Intel MPI the tests run without torch, as they do on a machine that has none.
+STAMP = $(VENV)/.$(subst /,_,$(TORCH))
 environment: $(VENV)/.test  ## what the tests need with MPI=..., and no more
 ifneq ($(ONE),impi)
-	@test -z '$(TORCH)' || $(PIP) '$(TORCH)' || printf '%s\n' \
+	@test -z '$(TORCH)' -o -e '$(STAMP)' || { $(PIP) '$(TORCH)' && touch '$(STAMP)'; } || printf '%s\n' \
 	    '****************************************************************' \
 	    '* $(TORCH) CANNOT BE INSTALLED in $(VENV): pip says why, above.' \
 	    '* WITHOUT IT, THE TESTS THAT NEED TORCH ARE SKIPPED.' \

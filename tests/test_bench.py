@@ -77,7 +77,7 @@ def test_all_primitives_on_two_ranks(ended: Ended) -> None:
     check_table(ended, 2, 2, [8, 128, 2048], root=0)
 
 
-@job("bench all -b 100 -e 90K -f 700 -d double -r 2 -o avg -c 1 -w 0 "
+@job("bench all -b 100 -e 90K -f 700 -d double -r 2 -o avg -c 1 -w 0 -n 3 "
      "--json $FOLDER/report.json", ranks=3)  # fmt: skip
 def test_all_primitives_on_three_ranks(ended: Ended) -> None:
     check_table(ended, 3, 8, [100, 70000], root=2)

@@ -353,7 +353,7 @@ def find(defaults: Table, kind: str, place: Place) -> Finding:
 
 
 def lines() -> list[str]:
-    """Return the table of default routes."""
+    """Return the table of the default routes that differ from the model."""
 
     def words(steps: Steps) -> str:
         return "; ".join(
@@ -361,13 +361,15 @@ def lines() -> list[str]:
         )
 
     heads = ["kind of call", "nodes x ranks", "default", "by the model", "default / best"]
-    rows = []
-    for each in (find(Table(), kind, place) for kind in KINDS for place in PLACES):
-        worst = f"{each.worst:.1f} at {format_bytes(each.at)} ({each.better})"
-        rows.append([
+    rows = [
+        [
             each.kind, f"{each.place.nodes} x {each.place.each}", words(each.default),
-            words(each.model), worst if each.worst >= WORSE else "",
-        ])  # fmt: skip
+            words(each.model), f"{each.worst:.1f} at {format_bytes(each.at)} ({each.better})"
+            if each.worst >= WORSE else "",
+        ]
+        for each in (find(Table(), kind, place) for kind in KINDS for place in PLACES)
+        if words(each.default) != words(each.model)
+    ]  # fmt: skip
     return table(heads, rows)
 
 

@@ -76,16 +76,19 @@ def aims_table(found: Sequence[Results]) -> list[str]:
 
 
 def slower_table(found: Sequence[Results]) -> list[str]:
-    """Return the cells in which mpicoll is slower than MPI's own call beyond the spread."""
-    rows = [
-        [results.label, str(ranks), primitive, format_bytes(size), f"{1 / ratio.figure.median:.2f}"]
-        for results in found
-        for ranks, cells in aims.slower_cells(results).items()
-        for (primitive, size), ratio in cells.items()
-        if aims.is_slower(ratio)
-    ]
-    heads = ["MPI", "ranks", "primitive", "bytes", "MPI's own / mpicoll"]
-    return table(heads, rows or [["-"] * len(heads)])
+    """Return MPI's time / mpicoll's by MPI where mpicoll is slower beyond the spread."""
+    cells = {results.label: aims.slower_cells(results) for results in found}
+    labels = [label for label, every in cells.items() if any(every.values())]
+    rows: dict[tuple[int, str, int], list[str]] = {}
+    for column, label in enumerate(labels):
+        for ranks, every in cells[label].items():
+            for point, ratio in every.items():
+                if aims.is_slower(ratio):
+                    row = rows.setdefault((ranks, *point), [""] * len(labels))
+                    row[column] = f"{1 / ratio.figure.median:.2f}"
+    heads = ["ranks", "primitive", "bytes", *labels]
+    lines = [[str(at[0]), at[1], format_bytes(at[2]), *rows[at]] for at in sorted(rows)]
+    return table(heads, lines or [["-"] * len(heads)])
 
 
 def aim_cell(aim: Aim) -> str:
@@ -236,7 +239,9 @@ def torch_table(found: Sequence[Results]) -> list[str]:
 
 def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
     """Return the generated parts of docs/ by page and mark."""
-    ran = [f"- {line.strip()}" for results in found for line in about(results)]
+    ran = [f"- {line}" for line in about(found) if "not supported" not in line]  # "-" in the tables
+    usual = {MPI4PY, FACADE, TORCH, GLOO}  # the other tables have them
+    others = [one for one in found if {x["case"] for x in one.find(section="contest")} - usual]
     return {
         "measurements.md": {
             "ran": ran,
@@ -246,7 +251,7 @@ def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
             "reproducible": section_table(found, "reproducible", ("bytes", "dtype", "how")),
             "overlap": overlap_table(found),
             "growth": times_table(found, ("primitive", "bytes", "ranks"), section="growth"),
-            "contest": section_table(found, "contest", ("bytes",), SHOWN),
+            "contest": section_table(others or found, "contest", ("bytes",), SHOWN),
             "aims": aims_table(found),
             "slower": slower_table(found),
         },
@@ -378,24 +383,21 @@ def publish(found: Sequence[Results], folder: Path) -> set[str]:
 # --- the report ---------------------------------------------------------------------------------
 
 
-def about(results: Results) -> list[str]:
-    """Return the versions, the machine, and the missing cases."""
-    launched = [record for record in results.records if "machine" in record]
-    first = launched[0]
-    machine = dict(first["machine"])
-    load = max(record["machine"]["load before"] for record in launched)
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    lines = [
-        f"{results.label}, {first['date']}: {machine['processors']} processors, "
-        f"{machine['processor']}; {versions}; load before at most {load}",
-        *(f"    left out: {reason}" for reason in results.left_out),
-    ]
-    if any(record.get("quick") for record in results.records):
-        lines.append("    MEASURED WITH --quick: not reliable")
-    crowded = sorted({r["ranks"] for r in launched if r["ranks"] > machine["processors"]})
-    if crowded:
-        ranks = ", ".join(map(str, crowded))
-        lines.append(f"    more ranks than processors: {ranks} ranks")
+def about(found: Sequence[Results]) -> list[str]:
+    """Return the machine and the versions; and the date, load and missing cases of each MPI."""
+    launched = [[each for each in one.records if "machine" in each] for one in found]
+    every = [record for records in launched for record in records]
+    processors = every[0]["machine"]["processors"]
+    versions = dict.fromkeys(" ".join(each) for one in every for each in one["versions"].items())
+    lines = [f"{processors} processors; {', '.join(versions)}"]
+    for results, records in zip(found, launched, strict=True):
+        load = max(record["machine"]["load before"] for record in records)
+        lines.append(f"{results.label}, {records[0]['date']}, load before at most {load}")
+        lines += [f"left out with {results.name}: {reason}" for reason in results.left_out]
+    if any(record.get("quick") for results in found for record in results.records):
+        lines.append("MEASURED WITH --quick: not reliable")
+    if crowded := sorted({one["ranks"] for one in every if one["ranks"] > processors}):
+        lines.append(f"more ranks than processors: {', '.join(map(str, crowded))} ranks")
     return lines
 
 
@@ -408,9 +410,7 @@ def report(found: Sequence[Results]) -> list[str]:
     if any(results.find(section="overlap") for results in found):
         lines += ["Overlap of calls with computation", ""]
         lines += [*overlap_table(found), ""]
-    for results in found:
-        lines += about(results)
-    lines += ["", f"Aims on {found[0].cpu}", "", *aims_table(found), ""]
+    lines += [*about(found), "", f"Aims on {found[0].cpu}", "", *aims_table(found), ""]
     return [*lines, "Slower than MPI's own call beyond the spread", "", *slower_table(found)]
 
 

@@ -83,8 +83,8 @@ def test_slower_cells_are_counted_and_listed() -> None:
     assert two.note == "scan 1 KiB; 1 of 3 cells slower" and two.verdict == "MISSED"
     assert four.measured == pytest.approx(4 / 3) and four.verdict == "MISSED"
     assert [cells(line) for line in report.slower_table([given])[2:]] == [
-        ["MPICH 5.0.2", "2", "scan", "1 KiB", "0.50"],
-        ["MPICH 5.0.2", "4", "scan", "1 MiB", "0.75"],
+        ["2", "scan", "1 KiB", "0.50"],
+        ["4", "scan", "1 MiB", "0.75"],
     ]
 
 

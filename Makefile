@@ -102,12 +102,15 @@ test-torch-latest:  ## the tests that need PyTorch, with the newest release, whi
 	@$(MAKE) --no-print-directory environment MPI=mpich VENV=$(LATEST) TORCH=torch
 	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
 
-# Too long for each change: client libraries, PyTorch's newest release and own tests, a third launcher.
+# Too long for each change: client libraries, PyTorch's newest release and own tests, all sanitizers and
+# random programs, a third launcher.
 test-nightly:  ## what needs large downloads or hours: clients, the newest torch, emulated GPUs, torch's own tests
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
 	$(MAKE) --no-print-directory test-gpu-emulated-torch
 	$(MAKE) --no-print-directory test-removed-waits
+	$(MAKE) --no-print-directory sanitize
+	$(MAKE) --no-print-directory random
 	$(MAKE) --no-print-directory test-torch-suite \
 	    ARGS='--backend mpicoll mpi --world-size 2 --jobs 2'
 	$(MAKE) --no-print-directory chaos ARGS='--launcher torchrun --chosen --at-a-time 3'

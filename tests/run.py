@@ -12,8 +12,8 @@ Each MPI has a virtual environment. In each environment the script runs
 RANKS has the numbers of ranks. By default it covers every MPI, every number of ranks, and calls
 with and without the native fast path, but not every combination. --full runs every MPI on every
 number of ranks. --quick runs one MPI, the plain tests and 2 ranks, without tests marked ``slow``.
-Other markers (pyproject.toml) select tests that need only one MPI or three ranks, and plain tests
-that run in a separate process because they mostly wait.
+Other markers (pyproject.toml) select tests that need only one MPI, three or four ranks, and plain
+tests that run in a separate process because they mostly wait.
 
 Launches that need one processor (plain tests, 1 rank) run AT_A_TIME at a time. A test that fails on
 one rank ends the launch on all ranks, because the other ranks could wait for it forever. The script
@@ -65,9 +65,9 @@ class Ranks(NamedTuple):
 #: The first MPI; Intel MPI, which belongs to the MPICH family; any other MPI.
 FIRST, INTEL, OTHER = range(3)
 RANKS = {
-    FIRST: Ranks([0, 1, 4], [4]),
+    FIRST: Ranks([0, 1, 3, 4], [4]),
     INTEL: Ranks([2], [2], {"MPICOLL_CALLS": "python"}),
-    OTHER: Ranks([0, 3], [2]),
+    OTHER: Ranks([0, 2], [2]),
 }
 FULL = Ranks([0, 1, 2, 3, 4], [2, 4])
 QUICK = Ranks([0, 2], [2])
@@ -247,10 +247,9 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
     terms = {PLAIN: ["not waits"], WAITS: ["waits"]}.get(part, [])
     terms += [] if first else ["not any_mpi"]
     terms += ["not slow"] if arguments.quick else []
-    if not arguments.full:
-        terms += ["not up_to_3 and not on_3"] if number > 3 else []
-        default = not (arguments.quick or arguments.ranks)
-        terms += ["not on_3"] if number in (1, 2) and default else []
+    if not (arguments.full or arguments.ranks):
+        terms += ["on_4" if part == MPI else "not up_to_3"] if number > 3 else []
+        terms += ["not on_3"] if number in (1, 2) and not arguments.quick else []
     return " and ".join(terms)
 
 

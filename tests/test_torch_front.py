@@ -325,6 +325,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.any_mpi
 def test_init_uses_another_port_if_master_port_is_busy():
     """Another job on the node may use it. The ranks receive the port over MPI."""
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -346,6 +347,7 @@ def test_init_uses_another_port_if_master_port_is_busy():
     assert lines == ["True 2.0 1"] * 4
 
 
+@pytest.mark.any_mpi
 def test_all_ranks_raise_if_one_rank_cannot_open_the_store():
     lines = on_ranks(
         """
@@ -371,6 +373,7 @@ def test_all_ranks_raise_if_one_rank_cannot_open_the_store():
     assert lines == ["2"] * 2 + ["True True"] * 8
 
 
+@pytest.mark.any_mpi
 def test_ranks_may_be_numbered_by_the_program(tmp_path):
     """By environment variables, by a store and by a file, in another order than MPI's ranks."""
     script = f"""
@@ -525,6 +528,7 @@ def test_run_ends_with_the_exit_code_of_the_script(tmp_path):
     assert done.returncode != 0 and "KeyError: 'the reason'" in done.stderr, done.stderr
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("script", ["", "1 / 0"])
 def test_run_warns_if_the_script_creates_no_process_group(script, tmp_path):
     script = f"import torch\nimport torch.distributed as dist\n{script}"

@@ -22,7 +22,7 @@ from mpicoll.core import groups
 
 OUTSIDE = dist.GroupMember.NON_GROUP_MEMBER
 
-pytestmark = pytest.mark.usefixtures("world", "swept")
+pytestmark = [pytest.mark.on_4, pytest.mark.usefixtures("world", "swept")]
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host import hierarchical, hierarchy, select, shared
 from mpicoll.serialized_mpi import serialize
 
+pytestmark = pytest.mark.on_4
+
 #: Minimum number of ranks: two nodes, of which one has two ranks.
 LEAST = 3
 

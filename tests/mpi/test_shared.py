@@ -265,7 +265,6 @@ def test_round_counters_wrap_around(new_team, barrier_kind, monkeypatch):
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.up_to_3
 def test_collective_mismatch_raises_on_all_ranks(new_team, barrier_kind):
     """The error lists the ranks' calls, and the group stays usable, if all ranks wait for all."""
     team = new_team(f"at odds, {barrier_kind}")
@@ -330,7 +329,6 @@ LAZY = {
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.up_to_3
 @pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
 def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
     """On every rank, whatever it calls, with the calls at fault. The group then takes no calls."""
@@ -348,7 +346,6 @@ def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.up_to_3
 @pytest.mark.parametrize("threads", [2, 3])
 def test_large_calls_on_several_threads(world, threads, monkeypatch):
     """With processors for them."""
@@ -386,7 +383,6 @@ def force_way(patch, way):
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.up_to_3
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ["int32", "complex128"])
 def test_each_way_gives_the_right_results(world, mpi, monkeypatch, way, dtype):
@@ -420,7 +416,6 @@ def test_ranks_with_different_caches_use_slots_of_the_same_size(world, monkeypat
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.up_to_3
 def test_mpi_does_not_add_floats(world, monkeypatch):
     """Of two NaNs, the processor returns the first, and MPI's order differs between ranks."""
     force_way(monkeypatch, BY_MPI)
@@ -433,7 +428,6 @@ def test_mpi_does_not_add_floats(world, monkeypatch):
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.up_to_3
 def test_error_of_mpi_in_a_group_that_shares_memory(world, monkeypatch):
     """An invalid operation, in Python and then natively."""
     force_way(monkeypatch, BY_MPI)
@@ -473,7 +467,6 @@ def test_detail_compares_lazy_calls_before_they_run(world, call, monkeypatch):
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.up_to_3
 def test_source_of_a_rooted_call_does_not_wait_for_its_receivers(world):
     """Up to 14 small calls; the data of each is kept until the receivers call."""
     team = sharing_team("ahead", world)

@@ -84,7 +84,8 @@ ENVIRONMENT = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # before 5.0
     "OMPI_MCA_hwloc_base_binding_policy": "none",
-    # Intel MPI.
+    # MPICH: waiting ranks yield soon. Intel MPI: no binding.
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
     "I_MPI_PIN": "0",
     # Ignore the user's tuning tables.
     "MPICOLL_TABLE": "0",

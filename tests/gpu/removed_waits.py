@@ -31,14 +31,14 @@ TIMEOUT_S = 240
 
 #: Calls that make a stream or the host wait for the work of a device.
 CALL = re.compile(
-    r"(?!self\.synchronize\(\))[\w.()]*\b(_?synchronize|_?synchronize_(all|device)|follow"
-    r"|_make_wait|_wait_for|wait_event|wait_stream)\(|(order|point)\.(join|enter)\("
-    r"|[\w.]*(runtime|cuda)\.wait\(|context\.after\(|poll_until\(.*\bis_(done|completed)\b"
-    r"|.*\bwait=True\)"
+    r"(?!self\.synchronize\(\))[\w.()]*(synchronize(_\w+)?|follow|_make_wait|_wait_for|wait_event"
+    r"|wait_stream|(order|point)\.(join|enter)|(runtime|cuda)\.wait|context\.after)\("
+    r"|poll_until\(.*\bis_(done|completed)\b|.*\bwait=True\)"
 )
 #: Functions that only call them: their callers are listed.
 WRAPPERS = {
-    "after", "enter", "follow", "join", "synchronize", "_make_wait", "_synchronize_all", "_wait_for"
+    "after", "enter", "follow", "join", "synchronize", "synchronize_devices", "_make_wait",
+    "_synchronize_all", "_wait_for",
 }  # fmt: skip
 
 
@@ -174,6 +174,7 @@ WAITS = {
 }  # fmt: skip
 
 
+HOROVOD = "needs torch with CUDA: Horovod's functions have no test of CUDA tensors"
 #: Waits that are not removed, with the reason, by file and line.
 NOT_RUN = {
     ("cli/bench_calls.py", "self._cupy.cuda.get_current_stream().synchronize()"):
@@ -182,8 +183,8 @@ NOT_RUN = {
         "needs torch with CUDA: make test-gpu-emulated-torch",
     ("torch/sparse.py", "stream.synchronize()"):
         "needs torch's CUDA kernels of sparse tensors, which no emulated device runs",
-    ("horovod/torch/implementations.py", "torch.cuda.current_stream(device).synchronize()"):
-        "needs torch with CUDA: tests/horovod has no test of CUDA tensors",
+    ("horovod/torch/engine.py", "synchronize_devices([request])"): HOROVOD,
+    ("horovod/torch/engine.py", "synchronize_devices(requests)"): HOROVOD,
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ WRAPPERS = {
 
 
 class Wait(NamedTuple):
-    """A wait: its file, its line, and the tests that miss it, with their route.
+    """A wait: its file, the tests that miss it, its line, and the route of the tests.
 
     line: preceded by the end of the line before it, if the file has several of these lines.
     ranks: 0: the tests start jobs.
@@ -51,8 +51,8 @@ class Wait(NamedTuple):
     """
 
     file: str
-    line: str
     tests: str
+    line: str
     route: str = "ipc"
     ranks: int = 2
     instead: str = "pass"
@@ -65,112 +65,97 @@ NCCL = "tests/gpu/test_nccl.py"
 NODES = "tests/gpu/test_nodes.py"
 PEER = "tests/gpu/test_peer.py"
 WAITS = {
-    "ipc: worker waits until arrays are ready": Wait(
-        "routes/device/ipc.py", "self._wait_for({rank for rank, _ in starts} - {self.me}, READY)",
-        IPC),
-    "ipc: rank waits until workers are done": Wait(
-        "routes/device/ipc.py", "self._wait_for(set(workers) - {self.me}, DONE)", IPC),
-    "call waits until the caller's earlier work is done": Wait(
-        "dispatch/packing.py", "order.enter(context)", DEVICES),
-    "caller's stream waits until a synchronous call is done": Wait(
-        "cuda/streams.py", "self._make_wait(self._streams)", DEVICES),
-    "wait() waits until an asynchronous call is done": Wait(
-        "core/work.py", 'order.join("Work.wait")', STREAMS),
-    "wait(timeout) waits until the device is done": Wait(
-        "core/work.py", "if not poll_until(self.is_completed, moment):", STREAMS, "staged",
-        instead="if False:"),
-    "wait() of a Future waits until the call is done": Wait(
-        "core/work.py", 'point.join("Future.wait")', STREAMS),
-    "wait() of a Future waits until a callback's work is done": Wait(
-        "core/work.py", "after.points = [point.here() for point in done.points]", STREAMS),
-    "callbacks wait until the call is done": Wait(
-        "cuda/streams.py", "self._make_wait((stream,))", STREAMS),
-    "copy to another device waits until the array is ready": Wait(
-        "routes/device/space.py", "home.follow(context)", DEVICES),
-    "caller waits until a call on another device is done": Wait(
-        "routes/device/space.py", "context.follow(home)", DEVICES),
-    "staged: copy waits until the array is ready": Wait(
-        "routes/device/staged.py", "context.after(context.to_host, context.work)", DEVICES,
-        "staged"),
-    "staged: copy waits until a buffer is free": Wait(
-        "routes/device/staged.py", "context.after(context.to_host, context.to_device)", DEVICES,
-        "staged"),
-    "staged: host waits until a chunk has arrived": Wait(
-        "routes/device/staged.py", "context.runtime.synchronize(here)", DEVICES, "staged"),
+    "ipc: worker waits until arrays are ready": Wait("routes/device/ipc.py", IPC,
+        "self._wait_for({rank for rank, _ in starts} - {self.me}, READY)"),
+    "ipc: rank waits until workers are done": Wait("routes/device/ipc.py", IPC,
+        "self._wait_for(set(workers) - {self.me}, DONE)"),
+    "call waits until the caller's earlier work is done": Wait("dispatch/packing.py", DEVICES,
+        "order.enter(context)"),
+    "caller's stream waits until a synchronous call is done": Wait("cuda/streams.py", DEVICES,
+        "self._make_wait(self._streams)"),
+    "wait() waits until an asynchronous call is done": Wait("core/work.py", STREAMS,
+        'order.join("Work.wait")'),
+    "wait(timeout) waits until the device is done": Wait("core/work.py", STREAMS,
+        "if not poll_until(self.is_completed, moment):", "staged", instead="if False:"),
+    "wait() of a Future waits until the call is done": Wait("core/work.py", STREAMS,
+        'point.join("Future.wait")'),
+    "wait() of a Future waits until a callback's work is done": Wait("core/work.py", STREAMS,
+        "after.points = [point.here() for point in done.points]"),
+    "callbacks wait until the call is done": Wait("cuda/streams.py", STREAMS,
+        "self._make_wait((stream,))"),
+    "copy to another device waits until the array is ready": Wait("routes/device/space.py", DEVICES,
+        "home.follow(context)"),
+    "caller waits until a call on another device is done": Wait("routes/device/space.py", DEVICES,
+        "context.follow(home)"),
+    "staged: copy waits until the array is ready": Wait("routes/device/staged.py", DEVICES,
+        "context.after(context.to_host, context.work)", "staged"),
+    "staged: copy waits until a buffer is free": Wait("routes/device/staged.py", DEVICES,
+        "context.after(context.to_host, context.to_device)", "staged"),
+    "staged: host waits until a chunk has arrived": Wait("routes/device/staged.py", DEVICES,
+        "context.runtime.synchronize(here)", "staged"),
     "staged: later work waits for copies to the host after an error": Wait(
-        "routes/device/staged.py", "context.after(context.work, context.to_host)", STREAMS,
+        "routes/device/staged.py", STREAMS, "context.after(context.work, context.to_host)",
         "staged"),
-    "staged: later work waits until the result has arrived": Wait(
-        "routes/device/staged.py", "context.after(context.work, context.to_device)", DEVICES,
-        "staged"),
-    "message: copy waits until the array may be written": Wait(
-        "arrays/host_staging.py", "order.enter(context)", STREAMS, "staged"),
-    "message: host waits until the array has arrived": Wait(
-        "arrays/host_staging.py", "context.synchronize(context.work)", DEVICES, "staged"),
-    "message: host waits until a part has arrived": Wait(
-        "arrays/host_staging.py", "context.runtime.synchronize(done[k % 2])", DEVICES, "staged"),
-    "direct: host waits until MPI may read": Wait(
-        "routes/device/space.py", "space.synchronize()", DEVICES, "direct"),
-    "direct: host waits until scaled elements are ready": Wait(
-        "routes/algorithms.py", "space.synchronize()", DEVICES, "direct"),
-    "direct: host waits until elements are copied": Wait(
-        "routes/reductions.py", "scope.space.synchronize()", DEVICES, "direct"),
-    "direct: host waits until the results of a scan are ready": Wait(
-        "routes/reductions.py", "len(ranks))\n        space.synchronize()", DEVICES, "direct"),
-    "direct: host waits until a chunk is combined": Wait(
-        "routes/reductions.py", "may be sent.\n                space.synchronize()", DEVICES,
-        "direct"),
-    "direct: host waits until the last chunk is combined": Wait(
-        "routes/reductions.py", "then is not None:\n            space.synchronize()", DEVICES,
-        "direct"),
-    "direct: host waits until its block of an all_gather is copied": Wait(
-        "routes/moves.py", "space.synchronize()", DEVICES, "direct", ranks=3),
-    "probe: host waits until a message is on the device": Wait(
-        "cuda/probe.py", "memory.address, host.address, values.nbytes, self.stream)\n"
-        "        self.cuda.synchronize(self.cuda.record(self.number, self.stream))", NODES,
-        "auto"),
-    "probe: host waits until a message is on the host": Wait(
-        "cuda/probe.py", "host.address, memory.address, values.nbytes, self.stream)\n"
-        "        self.cuda.synchronize(self.cuda.record(self.number, self.stream))", NODES,
-        "auto"),
-    "nccl: destroy waits for calls": Wait(
-        "routes/device/nccl.py", "while wait and self._failure is None and self._pending:", NCCL,
-        "auto", instead="while False:"),
-    "destroy waits for device errors": Wait(
-        "api/lifecycle.py", ")\n    group.check_device_errors(wait=True)", NCCL, "auto"),
-    "exit waits for device errors": Wait(
-        "api/lifecycle.py", "            group.check_device_errors(wait=True)",
-        "tests/gpu/test_ends.py", "auto", ranks=0),
-    "callbacks may use the stream that an array names": Wait(
-        "cuda/streams.py", "self._make_wait(self._named)", STREAMS),
-    "staging buffer is replaced after its last use": Wait(
-        "cuda/streams.py", "is not None:\n                self._synchronize_all()", STREAMS,
-        "staged"),
-    "staging buffer is freed after its last use": Wait(
-        "cuda/streams.py", '"""\n        self._synchronize_all()', STREAMS, "staged"),
-    "ipc: destroy waits before it closes mappings": Wait(
-        "routes/device/ipc.py", "self.context.synchronize(self.context.work)", IPC),
+    "staged: later work waits until the result has arrived": Wait("routes/device/staged.py",
+        DEVICES, "context.after(context.work, context.to_device)", "staged"),
+    "message: copy waits until the array may be written": Wait("arrays/host_staging.py", STREAMS,
+        "order.enter(context)", "staged"),
+    "message: host waits until the array has arrived": Wait("arrays/host_staging.py", DEVICES,
+        "context.synchronize(context.work)", "staged"),
+    "message: host waits until a part has arrived": Wait("arrays/host_staging.py", DEVICES,
+        "context.runtime.synchronize(done[k % 2])", "staged"),
+    "direct: host waits until MPI may read": Wait("routes/device/space.py", DEVICES,
+        "space.synchronize()", "direct"),
+    "direct: host waits until scaled elements are ready": Wait("routes/algorithms.py", DEVICES,
+        "space.synchronize()", "direct"),
+    "direct: host waits until elements are copied": Wait("routes/reductions.py", DEVICES,
+        "scope.space.synchronize()", "direct"),
+    "direct: host waits until the results of a scan are ready": Wait("routes/reductions.py",
+        DEVICES, "len(ranks))\n        space.synchronize()", "direct"),
+    "direct: host waits until a chunk is combined": Wait("routes/reductions.py", DEVICES,
+        "may be sent.\n                space.synchronize()", "direct"),
+    "direct: host waits until the last chunk is combined": Wait("routes/reductions.py", DEVICES,
+        "then is not None:\n            space.synchronize()", "direct"),
+    "direct: host waits until its block of an all_gather is copied": Wait("routes/moves.py",
+        DEVICES, "space.synchronize()", "direct", ranks=3),
+    "probe: host waits until a message is on the device": Wait("cuda/probe.py", NODES,
+        "memory.address, host.address, values.nbytes, self.stream)\n"
+        "        self.cuda.synchronize(self.cuda.record(self.number, self.stream))", "auto"),
+    "probe: host waits until a message is on the host": Wait("cuda/probe.py", NODES,
+        "host.address, memory.address, values.nbytes, self.stream)\n"
+        "        self.cuda.synchronize(self.cuda.record(self.number, self.stream))", "auto"),
+    "nccl: destroy waits for calls": Wait("routes/device/nccl.py", NCCL,
+        "while wait and self._failure is None and self._pending:", "auto", instead="while False:"),
+    "destroy waits for device errors": Wait("api/lifecycle.py", NCCL,
+        ")\n    group.check_device_errors(wait=True)", "auto"),
+    "exit waits for device errors": Wait("api/lifecycle.py", "tests/gpu/test_ends.py",
+        "            group.check_device_errors(wait=True)", "auto", ranks=0),
+    "callbacks may use the stream that an array names": Wait("cuda/streams.py", STREAMS,
+        "self._make_wait(self._named)"),
+    "staging buffer is replaced after its last use": Wait("cuda/streams.py", STREAMS,
+        "is not None:\n                self._synchronize_all()", "staged"),
+    "staging buffer is freed after its last use": Wait("cuda/streams.py", STREAMS,
+        '"""\n        self._synchronize_all()', "staged"),
+    "ipc: destroy waits before it closes mappings": Wait("routes/device/ipc.py", IPC,
+        "self.context.synchronize(self.context.work)"),
     "ipc: mappings over the limit are closed after their last use": Wait(
-        "routes/device/mappings.py",
-        "if not poll_until(partial(self._context.runtime.is_done, event), moment):", IPC,
+        "routes/device/mappings.py", IPC,
+        "if not poll_until(partial(self._context.runtime.is_done, event), moment):",
         instead="if False:"),
-    "host waits for a call on arrays without a stream": Wait(
-        "cuda/streams.py", "self._runtime.synchronize(event)", STREAMS),
-    "peer: destroy waits for calls": Wait(
-        "routes/device/peer.py", "context.synchronize(context.work)", STREAMS, "peer"),
-    "peer: host waits for the trial call": Wait(
-        "routes/device/peer.py", "_TRIED, stream)\n            context.synchronize(stream)",
-        STREAMS, "peer"),
-    "peer: destroy waits for errors of calls": Wait(
-        "routes/device/peer.py", "try:\n                self._synchronize()", PEER, "auto"),
-    "peer: workspace is freed after its last use": Wait(
-        "routes/device/peer.py", "None:\n        self._synchronize()", PEER, "auto"),
-    "peer: destroy waits for graphs": Wait(
-        "routes/device/peer.py", "context.runtime.synchronize_device(context.index)", PEER,
-        "auto"),
-    "peer: host waits until its workspace is initialized": Wait(
-        "routes/device/peer.py", "header, stream)\n        context.synchronize(stream)", STREAMS,
-        "peer"),
+    "host waits for a call on arrays without a stream": Wait("cuda/streams.py", STREAMS,
+        "self._runtime.synchronize(event)"),
+    "peer: destroy waits for calls": Wait("routes/device/peer.py", STREAMS,
+        "context.synchronize(context.work)", "peer"),
+    "peer: host waits for the trial call": Wait("routes/device/peer.py", STREAMS,
+        "_TRIED, stream)\n            context.synchronize(stream)", "peer"),
+    "peer: destroy waits for errors of calls": Wait("routes/device/peer.py", PEER,
+        "try:\n                self._synchronize()", "auto"),
+    "peer: workspace is freed after its last use": Wait("routes/device/peer.py", PEER,
+        "None:\n        self._synchronize()", "auto"),
+    "peer: destroy waits for graphs": Wait("routes/device/peer.py", PEER,
+        "context.runtime.synchronize_device(context.index)", "auto"),
+    "peer: host waits until its workspace is initialized": Wait("routes/device/peer.py", STREAMS,
+        "header, stream)\n        context.synchronize(stream)", "peer"),
 }  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""Processes of Linux: their state, and how they have ended."""
+"""Processes of Linux: their state, how they have ended, and names that one of a node claims."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
+import socket
 import struct
 import time
 from pathlib import Path
@@ -71,3 +73,42 @@ def _name_end(status: int) -> str:
     with contextlib.suppress(ValueError):  # a real-time signal has no name
         return f"code {code}" if code >= 0 else signal.Signals(-code).name
     return f"signal {-code}"
+
+
+#: The sockets of this process's claims. A forked child closes them.
+_claims: dict[str, socket.socket] = {}
+
+
+def claim(name: str) -> bool:
+    """Claim a name on this node until ``release``, or until this process ends.
+
+    Returns False if another process has claimed it. Returns True also in a sandbox without abstract
+    socket addresses, which are the claims: they leave no file.
+    """
+    if name in _claims:
+        return True
+    try:
+        holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError:
+        return True
+    try:
+        holder.bind(f"\0{name}")
+    except OSError as error:
+        holder.close()
+        return error.errno != errno.EADDRINUSE
+    _claims[name] = holder
+    return True
+
+
+def release(name: str) -> None:
+    """End this process's claim of a name, if it has one."""
+    if name in _claims:
+        _claims.pop(name).close()
+
+
+def _after_fork() -> None:
+    for name in list(_claims):
+        release(name)
+
+
+os.register_at_fork(after_in_child=_after_fork)

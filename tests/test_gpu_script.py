@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import tarfile
@@ -55,6 +56,12 @@ def test_every_suite_has_files_and_a_known_route_and_number_of_ranks(monkeypatch
     assert {*found["ROUTES"]} == {"auto", *registry.DEVICE}
     tested = {route for suite in found["SUITES"] for route in (*suite.routes, suite.about)}
     assert tested == {"", *found["ROUTES"]}
+    commands = re.findall(r"--suites ([a-z ]+)", (GPU / "on_a_gpu.sh").read_text())
+    assert {*" ".join(commands).split()} <= {suite.name for suite in found["SUITES"]}
     for suite in found["SUITES"]:
         assert {*suite.ranks} <= {0, *found["RANKS"]}
         assert all((GPU.parent.parent / word).exists() for word in suite.tests), suite
+
+
+def test_every_wait_for_a_device_is_listed():
+    assert runpy.run_path(str(GPU / "removed_waits.py"))["find_unlisted"]() == []

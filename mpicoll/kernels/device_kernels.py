@@ -12,10 +12,8 @@ sum).
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
-import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +29,7 @@ from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.kernels.peers import PIECE as PIECE
 from mpicoll.kernels.peers import RANKS, Collective, Peers
 from mpicoll.kernels.reduction import Loop, factor_of, find_loop
+from mpicoll.processes import claim, release
 
 #: Threads per block.
 _THREADS = 256
@@ -51,8 +50,6 @@ _PEER_THREADS = 512
 
 #: Seconds to wait for another process to compile a kernel, and between two checks.
 COMPILE_TIMEOUT_S, _CHECK_INTERVAL_S = 2.0, 0.01
-#: Sockets that are bound now. A forked child closes them.
-_claims: set[socket.socket] = set()
 
 # CuPy appends -ftz=true, and the last option wins: device.cu works with it.
 _OPTIONS = ("--fmad=false", "--std=c++17")
@@ -277,42 +274,21 @@ def _first_on_node(code: str) -> Iterator[None]:
     until it has ended, and the kernel is in CuPy's cache; at most COMPILE_TIMEOUT_S.
 
     The ranks cannot agree on who compiles: most kernels are compiled in calls that exchange no
-    messages, and the alignment of a rank's own arrays can select a kernel. The claim is a socket
-    address, as in launch/error_output.py: it ends with its process and leaves no file. The timeout
-    is needed because the driver may load a module after kernels that wait for this rank.
+    messages, and the alignment of a rank's own arrays can select a kernel. The timeout is needed
+    because CuPy also loads the module, and the driver may load it after kernels that wait for this
+    rank.
     """
-    digest = hashlib.sha256(code.encode()).hexdigest()[:32]
+    name = f"mpicoll/{os.getuid()}/kernel/{hashlib.sha256(code.encode()).hexdigest()[:32]}"
     end, waited = time.monotonic() + COMPILE_TIMEOUT_S, False
+    while not claim(name) and time.monotonic() < end:
+        waited = True
+        time.sleep(_CHECK_INTERVAL_S)
+    if waited:  # the kernel is in the cache, from which all can load it at the same time
+        release(name)
     try:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    except OSError:  # a sandbox without such sockets: each process compiles
         yield
-        return
-    with claim:
-        _claims.add(claim)
-        while time.monotonic() < end:
-            try:
-                claim.bind(f"\0mpicoll/{os.getuid()}/kernel/{digest}")
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    break
-            waited = True
-            time.sleep(_CHECK_INTERVAL_S)
-        if waited:  # the kernel is in the cache, from which all can load it at the same time
-            claim.close()
-        try:
-            yield
-        finally:
-            _claims.discard(claim)
-
-
-def _after_fork() -> None:
-    for claim in _claims:
-        claim.close()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+    finally:
+        release(name)
 
 
 @cache

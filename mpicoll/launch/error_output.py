@@ -5,18 +5,17 @@ An error that several ranks of a node raise is printed once.
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import hashlib
 import os
 import re
-import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import mpicoll
+from mpicoll import processes
 from mpicoll.errors import MpicollError
 from mpicoll.launch.host_identity import job_name, node
 from mpicoll.launch.launchers import find_launcher
@@ -104,9 +103,9 @@ def print_once(error: BaseException, rank: str, extra_lines: Callable[[], list[s
 
     extra_lines: returns lines to print after it.
 
-    The first rank prints. It holds an abstract socket address until its process ends. Other ranks
-    print at most the location of the error and wait, because the printing rank ends the job. If it
-    does not, the next rank prints the error.
+    The first rank prints, and claims the error until its process ends. Other ranks print at most
+    the location of the error and wait, because the printing rank ends the job. If it does not, the
+    next rank prints the error.
     """
     name = type(error).__qualname__
     message = re.sub(r"\brank \d+ of ", "", f"{name}: {error}")
@@ -137,31 +136,12 @@ def _find_location(error: BaseException) -> str:
     return f'at File "{frame.filename}", line {frame.lineno}, in {frame.name}'
 
 
-#: The sockets that hold the addresses, by text, open until the process ends.
-_claims: dict[str, socket.socket] = {}
-
-
 def claim(text: str) -> bool:
     """Return True on the first rank of this node that claims a text, and if the job is unknown."""
-    address = _address(text)
-    if address is None or text in _claims:
-        return True
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    try:
-        claim.bind(address)
-    except OSError as error:
-        claim.close()
-        return error.errno != errno.EADDRINUSE
-    _claims[text] = claim
-    return True
-
-
-def _address(text: str) -> str | None:
-    """Return the socket address of a text in this job on this node; None if the job is unknown."""
     job, launcher, session = job_name(), find_launcher(), current_session()
     if job is None and launcher is not None and launcher.is_parent:
         job = f"mpicoll/{os.getppid()}"
     elif job is None and session is not None:
         job = f"mpicoll/{node()}/{session.job[:16]}"
     digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:32]
-    return job and f"\0{job}/error/{digest}"
+    return not job or processes.claim(f"{job}/error/{digest}")

@@ -20,6 +20,7 @@ import cupy
 import numpy as np
 
 from mpicoll.cuda import runtime
+from mpicoll.cuda.runtime import StridedMemory
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.kernels.peers import HEADER, Collective, Peers
 from mpicoll.kernels.reduction import find_loop
@@ -51,11 +52,15 @@ def float_array(address: int, count: int, owner: object) -> cupy.ndarray:
 
 
 def check_versions() -> str:
-    """Names and versions of the GPUs and of CUDA."""
+    """Names and versions of the GPUs and of CUDA. CuPy's runtime follows the driver's context."""
+    last = cuda.count() - 1
+    with cuda.on(last):
+        assert cupy.cuda.runtime.getDevice() == last
     kind = cupy.cuda.Device(0).compute_capability
     return (
         f"{cuda.count()} x {cuda.name(0)}, {cuda.identity(0)}, sm_{kind}, "
-        f"{cuda.multiprocessors(0)} multiprocessors; {cuda.driver_version()}"
+        f"{cuda.multiprocessors(0)} multiprocessors, NCCL: {cuda.has_nccl()}; "
+        f"{cuda.driver_version()}"
     )
 
 
@@ -73,18 +78,38 @@ def check_memory_attributes() -> str:
 
 
 def check_kernel() -> str:
-    """NVRTC compiles a kernel of mpicoll, and its results are right."""
+    """NVRTC compiles a kernel of mpicoll, and its results are right, also of subnormal numbers."""
     start = time.monotonic()
     cuda.load(0, SUM, 3)
     seconds = time.monotonic() - start
-    one, other = cupy.arange(1003, dtype="f4"), cupy.ones(1003, "f4")
+    numbers = np.arange(1003, dtype="f4")
+    numbers[:5] = 1e-45, 1e-40, np.nan, np.inf, -0.0
+    one, other = cupy.asarray(numbers), cupy.asarray(3 * numbers)
     out = cupy.zeros(1003, "f4")
     stream = ready_stream()
     addresses = [one.data.ptr, other.data.ptr]
-    cuda.combine(0, SUM, addresses, [out.data.ptr], 1003, 2.0, stream)
+    cuda.combine(0, SUM, addresses, [out.data.ptr], 1003, 4.0, stream)
     finish(stream)
-    assert (out.get() == (np.arange(1003) + 1) / 2).all(), out
+    np.testing.assert_array_equal(out.get(), numbers)
     return f"compiled in {seconds:.2f} s"
+
+
+def check_layouts() -> str:
+    """CuPy copies between layouts in a stream of mpicoll. The stream of Stream.use() stays."""
+    source, out = cupy.arange(60, dtype="f4").reshape(6, 10).T, cupy.zeros((10, 6), "f4")
+    stream, used = ready_stream(), cupy.cuda.Stream(non_blocking=True)
+    places = (StridedMemory(each.data.ptr, each.strides) for each in (out, source))
+    used.use()
+    try:
+        cuda.copy_strided(0, *places, (10, 6), 4, stream)
+        assert cupy.cuda.get_current_stream() == used, "a copy has changed it"
+        cuda.combine(0, SUM, [out.data.ptr] * 2, [out.data.ptr], 60, 1.0, stream)
+        assert cupy.cuda.get_current_stream() == used, "a kernel has changed it"
+    finally:
+        cupy.cuda.Stream.null.use()
+    finish(stream)
+    assert (out == 2 * source).all(), out
+    return ""
 
 
 def check_registered_memory() -> str:

@@ -14,12 +14,14 @@
 # Then, on the GPU machine, in this order. Copy the repository with the folder wheels. Each command
 # ends within 600 s, creates what it needs on a new machine, and prints its results while it runs:
 #
-#     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor, route ipc
+#     tests/gpu/on_a_gpu.sh first      # first_light.py, environment, doctor
+#     tests/gpu/on_a_gpu.sh tests --suites ipc kernels runtime libraries -- -k 'not sanitizer'
+#     tests/gpu/on_a_gpu.sh tests --suites streams load jobs backend --routes auto staged
+#     tests/gpu/on_a_gpu.sh tests --suites kernels facade --timeout 200 -- \
+#         -k 'test_devices or sanitizer'
 #     tests/gpu/on_a_gpu.sh bench      # measurements: benchmarks/gpu.py
-#     tests/gpu/on_a_gpu.sh tests OPTION...   # other tests: options of tests/gpu/run.py, such as
-#         --suites kernels jobs                                   # killed ranks, visible devices
-#         --suites streams load backend --routes auto staged      # memory, the PyTorch backend
-#         --suites facade --timeout 150                           # every call on every route
+#
+# `tests` takes the options of tests/gpu/run.py.
 #
 # Environment variables and defaults: PYTHON (python3), WHEELS (wheels), STATE (/tmp/mpicoll-gpu:
 # environment and compiled kernels), OUT (STATE: log.txt and logs.tar.gz), SECONDS_LEFT (570).
@@ -89,12 +91,6 @@ nvrtc() {
     say "CUPY FINDS NO NVRTC: no kernel can be compiled"
 }
 
-# gpu_tests OPTION...: run tests on 2 ranks.
-gpu_tests() {
-    bounded "$venv/bin/python" tests/gpu/run.py "mpich=$venv" --ranks 2 \
-        --limit $((limit - SECONDS - 15)) "$@"
-}
-
 run() {
     modules
     nvrtc
@@ -106,13 +102,15 @@ run() {
     case $step in
         first)
             bounded "$venv/bin/mpiexec" -n 2 "$venv/bin/python" -m mpi4py -m mpicoll doctor
-            gpu_tests --suites runtime libraries ipc
             ;;
         bench)
             bounded "$venv/bin/python" benchmarks/gpu.py --mpiexec "$venv/bin/mpiexec" --ranks 2 \
                 --out "$state/bench" --limit $((limit - SECONDS - 15))
             ;;
-        tests) gpu_tests "$@" ;;
+        tests)
+            bounded "$venv/bin/python" tests/gpu/run.py "mpich=$venv" --ranks 2 \
+                --limit $((limit - SECONDS - 15)) "$@"
+            ;;
     esac
 }
 

@@ -434,6 +434,15 @@ def test_error_of_a_destroyed_communicator_is_not_read(group, part):
     assert part.find_failure() is None
 
 
+def test_communicator_that_is_being_destroyed_is_not_aborted(group, part, monkeypatch):
+    """The watchdog thread may abort the group at that time."""
+    comm, destroy = part.comm, part.comm.destroy
+    error = DistBackendError("another rank has failed")
+    monkeypatch.setattr(comm, "destroy", lambda: (part.abort(error, alone=True), destroy()))
+    dist.destroy_process_group(group)
+    assert not comm.aborted.is_set() and comm.async_error == "the communicator was destroyed"
+
+
 def test_async_error_of_nccl_fails_the_group_on_all_ranks(group, part):
     part.comm.rank_missing = True
     array = cupy.ones(9, cupy.int32)

@@ -410,7 +410,7 @@ def test_ranks_with_different_caches_use_slots_of_the_same_size(world, monkeypat
     monkeypatch.setattr(shared, "SLOT", 1 << 18)
     monkeypatch.setattr(machine, "l2_cache_bytes", lambda: 1 << (19 - world.me))
     team = sharing_team("other caches", world)
-    assert team.group.resources.find("shared").slot == 1 << 17
+    assert team.group.resources.find("shared")._channels[0].slot == 1 << 17
     Call("all_reduce", team, by_name["int32"], 100_000, ReduceOp.SUM).run()
 
 

@@ -92,8 +92,8 @@ class Nccl(RouteState):
         # garbage collector runs destructors that wait for the device. So no thread waits for these
         # locks without a timeout.
         self._lock = threading.Lock()
-        self._abort_lock = threading.Lock()  # never released
-        self._aborted = threading.Event()
+        self._end_lock = threading.Lock()  # never released
+        self._ended = threading.Event()
 
     def _create_communicator(self) -> Any:
         """Return CuPy's communicator of all ranks. All ranks call.
@@ -210,21 +210,25 @@ class Nccl(RouteState):
 
     def _abort(self) -> None:
         """Abort the communicator on a thread, because it may block; wait a limited time."""
-        if not self._abort_lock.locked():
+        if not self._end_lock.locked():
             threading.Thread(
                 target=self._abort_once, name="mpicoll-nccl-abort", daemon=True
             ).start()
-            self._aborted.wait(_ABORT)
+            self._ended.wait(_ABORT)
 
     def _abort_once(self) -> None:
         use_process_device()
-        if not self._abort_lock.acquire(blocking=False):
+        self._end(self.comm.abort)
+
+    def _end(self, end: Callable[[], object]) -> None:
+        """Abort or destroy the communicator, unless another thread does: NCCL allows only one."""
+        if not self._end_lock.acquire(blocking=False):
             return
-        self._lock.acquire(timeout=_CHECK_TIMEOUT_S)  # until no thread reads NCCL's error
+        self._lock.acquire(timeout=_CHECK_TIMEOUT_S)  # from now on no thread reads NCCL's error
         try:
-            self.comm.abort()
+            end()
         finally:
-            self._aborted.set()
+            self._ended.set()
 
     def notify_failure(self, kind: CallKind, error: Exception) -> None:
         if not isinstance(error, UsageError):
@@ -236,8 +240,7 @@ class Nccl(RouteState):
 
     def close(self, limit: float) -> None:
         if self._failure is None:  # destroy_process_group has called ``find_failure(wait=True)``
-            self._lock.acquire(timeout=_CHECK_TIMEOUT_S)  # from now on no thread reads NCCL's error
-            self.comm.destroy()
+            self._end(self.comm.destroy)
 
 
 def _first_problem(group: ProcessGroup, problem: str) -> str:

@@ -42,16 +42,10 @@ def test_defaults_are_complete_and_valid_in_a_file():
 
 def test_kinds_without_a_row():
     """On a node: shared memory. Elsewhere: MPI, or exchange."""
-    table = Table()
-    assert table.row("scan", 4) == {
-        "node": ((0, "shared"),), "nodes": ((0, "mpi"),), "apart": ((0, "mpi"),)
-    }  # fmt: skip
-    assert table.row("exscan of others", 4) == {
-        "node": ((0, "shared"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)
-    }  # fmt: skip
-    assert table.row("all_to_all", 4) == {
-        "node": ((0, "shared"),), "nodes": ((0, "exchange"),), "apart": ((0, "exchange"),)
-    }  # fmt: skip
+    for kind in "scan", "exscan of others", "all_to_all":
+        other = "mpi" if kind == "scan" else "exchange"
+        row = {"node": ((0, "shared"),), "nodes": ((0, other),), "apart": ((0, other),)}
+        assert Table().row(kind, 4) == row
 
 
 def marked(n):

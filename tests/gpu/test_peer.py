@@ -91,7 +91,8 @@ def test_graph_replays_between_other_calls(n, me, count):
         assert (array.get() == value).all()
 
 
-def test_graph_that_runs_while_its_group_is_destroyed(n, me):
+@pytest.mark.parametrize("failed", [False, True])
+def test_graph_that_runs_while_its_group_is_destroyed(n, me, failed):
     """The kernels run in a stream of the program. They end before the workspaces are freed."""
     group = dist.new_group()
     with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -102,8 +103,10 @@ def test_graph_that_runs_while_its_group_is_destroyed(n, me):
         graph = stream.end_capture()
         real.spin((1,), (1,), (np.uint64(300_000_000 if me == 0 else 0),))
         graph.launch(stream)
+        MPI.COMM_WORLD.Barrier()  # all ranks have made their calls
+        group.error = DistBackendError("failed") if failed else None
         dist.destroy_process_group(group)
-        assert (array.get() == sum(range(n)) * n).all()
+        assert (array.get() == sum(range(n)) * n).all() or failed
 
 
 def test_capture_directly_after_wait(n, me, monkeypatch):
@@ -242,20 +245,23 @@ def observe(via, group, array, work, future=None):
         work.synchronize()
 
 
-@pytest.mark.parametrize("via", ["call", "barrier"])
+@pytest.mark.parametrize("via", ["call", "barrier", "destroy"])
 def test_kernels_time_out_if_a_rank_is_missing(n, me, group, via):
     """The group fails on all ranks, also on the rank that has not called."""
     group.timeout, start = 2.0, time.monotonic()
     array = cupy.ones(10, cupy.float32)
     if me:
         dist.all_reduce(array, group=group)
-    cupy.cuda.Device().synchronize()
-    assert time.monotonic() - start < LIMIT_S
-    MPI.COMM_WORLD.Barrier()
+    if via != "destroy":
+        cupy.cuda.Device().synchronize()
+        MPI.COMM_WORLD.Barrier()
+    while not me and group.error is None:
+        time.sleep(0.01)
+        assert time.monotonic() - start < LIMIT_S
     message = r"rank \d's GPU has waited 2\S* s for rank 0"
-    for _ in range(2):
+    for _ in range(1 if via == "destroy" else 2):
         with pytest.raises(CollectiveTimeoutError, match=message):
-            observe(via if me else "call", group, array, None)
+            observe(via if me or via == "destroy" else "call", group, array, None)
 
 
 @pytest.mark.parametrize("how", ["packs", "compiles", "runs", "aborts"])

@@ -218,7 +218,7 @@ class Shared:
                 " ".join([primitive.name, dtype.name, *([op.op.name] if op else [])])
             ),
             mpi=self._describe_mpi(kind),
-            processes=ctypes.addressof(self._processes) if self._processes and not op else 0,
+            processes=ctypes.addressof(self._processes) if self._processes and op is None else 0,
             signature=encode_kind(primitive, dtype, op, 0),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,

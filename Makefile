@@ -87,6 +87,7 @@ demo: $(VENV)/.demo  ## train a small network on 2 to 4 ranks, then compare all_
 	@echo 'Try next: OMP_NUM_THREADS=1 $(BOUND) -n $(RANKS) $(VENV)/bin/python -m mpicoll doctor'
 
 torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` installs
+	@rm -f $(VENV)/.torch*
 	$(call install,$(or $(TORCH),torch),'$(or $(TORCH),torch)')
 
 test:  ## lint, then the tests with each MPI, or with MPI=...; ARGS=--quick: 3 minutes
@@ -264,7 +265,8 @@ docs: $(VENV)/.docs  ## write the tables of the pages, then the pages as HTML: .
 STAMP = $(VENV)/.$(subst /,_,$(TORCH))
 environment: $(VENV)/.test  ## what the tests need with MPI=..., and no more
 ifneq ($(ONE),impi)
-	@test -z '$(TORCH)' -o -e '$(STAMP)' || { $(PIP) '$(TORCH)' && touch '$(STAMP)'; } || printf '%s\n' \
+	@test -z '$(TORCH)' -o -e '$(STAMP)' || { rm -f $(VENV)/.torch* && $(PIP) '$(TORCH)' && \
+	    touch '$(STAMP)'; } || printf '%s\n' \
 	    '****************************************************************' \
 	    '* $(TORCH) CANNOT BE INSTALLED in $(VENV): pip says why, above.' \
 	    '* WITHOUT IT, THE TESTS THAT NEED TORCH ARE SKIPPED.' \

@@ -1,4 +1,4 @@
-"""Processes of Linux: their state, how they have ended, and names that one of a node claims."""
+"""Processes of Linux: their state, how they have ended, and names claimed by one per node."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ _claims: dict[str, socket.socket] = {}
 def claim(name: str) -> bool:
     """Claim a name on this node until ``release``, or until this process ends.
 
-    Returns False if another process has claimed it. Returns True also in a sandbox without abstract
-    socket addresses, which are the claims: they leave no file.
+    Returns False if another process has claimed it. A claim is an abstract socket address, which
+    leaves no file. Returns True where these are not allowed.
     """
     if name in _claims:
         return True
@@ -102,8 +102,8 @@ def claim(name: str) -> bool:
 
 def release(name: str) -> None:
     """End this process's claim of a name, if it has one."""
-    if name in _claims:
-        _claims.pop(name).close()
+    if holder := _claims.pop(name, None):
+        holder.close()
 
 
 def _after_fork() -> None:

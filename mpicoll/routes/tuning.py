@@ -130,7 +130,7 @@ def _combines_some(route: Route, others: bool) -> bool:
 @cache
 def _of_routes(kind: str) -> dict[str, Steps]:
     """Return the row of a kind without an entry in the tables: on a node the first route that
-    requires one, elsewhere the first eligible route.
+    requires a placement, elsewhere the first eligible route.
     """
     from mpicoll.routes.host import registry
 

@@ -301,27 +301,28 @@ def other_count(team, odd):
     dist.broadcast(np.ones(40000 + odd, np.float32), group=team.group, group_src=0)
 
 
+def other_size(team, odd):
+    dist.broadcast(np.ones(1 << 18 if odd else 1, np.float32), group=team.group, group_src=0)
+
+
 def other_op(team, odd):
     op = ReduceOp.MAX if odd else ReduceOp.SUM
-    dist.reduce(np.ones(7, np.float32), op=op, group=team.group, group_dst=0)
+    dist.reduce(np.ones(7, "f4"), op=op, group=team.group, group_dst=0)
 
 
 def other_scan(team, odd):
-    scan = dist.exscan if odd else dist.scan
-    scan(np.ones(7, np.float32), np.ones(7, np.float32), group=team.group)
+    (dist.exscan if odd else dist.scan)(np.ones(7, "f4"), np.ones(7, "f4"), group=team.group)
 
 
 def other_function(team, odd):
-    if odd:
-        dist.all_reduce(np.ones(7, np.float32), group=team.group)
-    else:
-        other_root(team, odd)
+    dist.all_reduce(np.ones(7, "f4"), group=team.group) if odd else other_root(team, odd)
 
 
 LAZY = {
     other_function: "all_reduce of 7 elements of float32, SUM",
     other_root: "broadcast of 7 elements of float32, src 1",
     other_count: "broadcast of 40001 elements of float32, src 0",
+    other_size: "broadcast of 262144 elements of float32, src 0",
     other_op: "reduce of 7 elements of float32, MAX, dst 0",
     other_scan: "exscan of 7 elements of float32",
 }

@@ -711,6 +711,13 @@ static int wait_in_trial(struct mpicoll_shared *shared, uint32_t target,
     return result;
 }
 
+/* Returns 1 if a rank that is ahead may be writing a later call's record over this one. */
+static int may_overwrite(const struct mpicoll_shared *shared, uint32_t rank, uint32_t call)
+{
+    call += RECORD_COUNT - 1;
+    return atomic_load(&record_of(shared, rank, 0, call)->number.value) == call;
+}
+
 /* Returns the number of the first call that does not match on all ranks, of the calls that were not
  * compared before; or of the last call. */
 EXPORT uint32_t mpicoll_shared_mismatch(const struct mpicoll_shared *shared)
@@ -718,7 +725,7 @@ EXPORT uint32_t mpicoll_shared_mismatch(const struct mpicoll_shared *shared)
     for (uint32_t call = shared->compared + 1; !reached(call, shared->calls); call++)
         for (uint32_t rank = 0; rank < shared->n; rank++)
             if (atomic_load(&record_of(shared, rank, 0, call)->number.value) == call &&
-                !same_call(shared, rank, call))
+                !same_call(shared, rank, call) && !may_overwrite(shared, rank, call))
                 return call;
     return shared->calls;
 }
@@ -1284,10 +1291,11 @@ void mpicoll_round_end(const struct mpicoll_shared *shared)
     count_up(&header(shared, shared->me)->ready[0].counter, shared->round + 2);
 }
 
-int mpicoll_has_published(const struct mpicoll_shared *shared, uint32_t rank)
+int mpicoll_has_same_call(const struct mpicoll_shared *shared, uint32_t rank)
 {
     return reached(atomic_load(&record_of(shared, rank, 0, shared->calls)->number.value),
-                   shared->calls);
+                   shared->calls) &&
+           same_call(shared, rank, shared->calls);
 }
 
 int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank)

@@ -68,8 +68,8 @@ int mpicoll_round_publish(struct mpicoll_shared *shared);
 /* Signals that this rank has finished its part. */
 void mpicoll_round_end(const struct mpicoll_shared *shared);
 
-/* Return whether a rank has published its descriptor, and whether it has finished its part. */
-int mpicoll_has_published(const struct mpicoll_shared *shared, uint32_t rank);
+/* Return whether a rank has published the same call, and whether it has finished its part. */
+int mpicoll_has_same_call(const struct mpicoll_shared *shared, uint32_t rank);
 int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank);
 
 /* Waits until all ranks have finished their parts, of about `bytes` bytes. Returns 0 if this rank

@@ -37,7 +37,7 @@ enum {
     STREAM_MIN_BYTES = 16 << 20
 };
 
-/* A group's processes as this rank sees them; mpicoll/routes/host/single_copy.py mirrors it. */
+/* A group's processes as this rank sees them; mpicoll/routes/host/shared.py mirrors it. */
 struct mpicoll_processes {
     struct mpicoll_shared *shared;
     const int64_t *pids;
@@ -91,15 +91,16 @@ static void sleep_ms(void)
 }
 
 /* Aborts a call: publishes that, then waits for ranks that still access this rank's memory. Each of
- * them finishes its part, is aborted as well, or is lost. (A rank that comes later sees that this
- * rank has aborted, because it publishes its descriptor before it checks.) */
+ * them finishes its part, is aborted as well, or is lost. A rank that made another call never copies.
+ * (A rank that comes later sees that this rank has aborted, because it publishes its descriptor
+ * before it checks.) */
 static int abort_call(const struct mpicoll_processes *processes)
 {
     uint64_t word;
 
     atomic_store(&descriptor(processes, processes->me)->aborted, 1);
     for (uint32_t rank = 0; rank < processes->n; rank++)
-        while (rank != processes->me && mpicoll_has_published(processes->shared, rank) &&
+        while (rank != processes->me && mpicoll_has_same_call(processes->shared, rank) &&
                !mpicoll_has_ended(processes->shared, rank) &&
                !atomic_load(&descriptor(processes, rank)->aborted) &&
                mpicoll_single_copy_bytes(processes->pids[rank], 0, (char *)&word,

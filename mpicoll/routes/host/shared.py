@@ -83,7 +83,7 @@ class Shared:
     """The shared-memory segment of a group; ``pointer`` is the address of its C structure.
 
     peers: the other ranks' processes, for copies by the kernel; None if a rank cannot make them.
-    no_single_copy: why this rank cannot, or "".
+    no_single_copy: reason why this rank cannot copy by the kernel, or "".
     """
 
     def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:

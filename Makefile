@@ -87,7 +87,7 @@ demo: $(VENV)/.demo  ## train a small network on 2 to 4 ranks, then compare all_
 	@echo 'Try next: OMP_NUM_THREADS=1 $(BOUND) -n $(RANKS) $(VENV)/bin/python -m mpicoll doctor'
 
 torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` installs
-	@rm -f $(VENV)/.torch*
+	@rm -f $(VENV)/.torch
 	$(call install,$(or $(TORCH),torch),'$(or $(TORCH),torch)')
 
 test:  ## lint, then the tests with each MPI, or with MPI=...; ARGS=--quick: 3 minutes
@@ -133,8 +133,9 @@ EMULATED_VENV = .venv-emulated-$(ONE)
 EMULATED_TORCH =
 emulated-environment:
 	@$(MAKE) --no-print-directory environment MPI=$(ONE) VENV=$(EMULATED_VENV) TORCH=$(EMULATED_TORCH)
-	@test -e $(EMULATED_VENV)/.emulated || { $(EMULATED_VENV)/bin/python -m pip install --quiet \
-	    --disable-pip-version-check $(EMULATED) && touch $(EMULATED_VENV)/.emulated; }
+	@test "`cat $(EMULATED_VENV)/.emulated 2>&1`" = '$(EMULATED)' || { \
+	    $(EMULATED_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(EMULATED) && \
+	    echo '$(EMULATED)' > $(EMULATED_VENV)/.emulated; }
 	@$(EMULATED_VENV)/bin/python tests/emulated_gpu/build.py $(EMULATOR)
 
 test-gpu-emulated:  ## the tests that need a GPU, on an emulated device, on 2 ranks; ARGS='--suites kernels'
@@ -262,11 +263,10 @@ docs: $(VENV)/.docs  ## write the tables of the pages, then the pages as HTML: .
 	@echo 'The site: file://$(CURDIR)/.cache/site/index.html; to serve it: $(PYTHON) -m http.server --directory .cache/site'
 
 # With Intel MPI the tests run without torch, as they do on a machine that has none.
-STAMP = $(VENV)/.$(subst /,_,$(TORCH))
 environment: $(VENV)/.test  ## what the tests need with MPI=..., and no more
 ifneq ($(ONE),impi)
-	@test -z '$(TORCH)' -o -e '$(STAMP)' || { rm -f $(VENV)/.torch* && $(PIP) '$(TORCH)' && \
-	    touch '$(STAMP)'; } || printf '%s\n' \
+	@test -z '$(TORCH)' || test "`cat $(VENV)/.torch 2>&1`" = '$(TORCH)' || { $(PIP) '$(TORCH)' && \
+	    echo '$(TORCH)' > $(VENV)/.torch; } || printf '%s\n' \
 	    '****************************************************************' \
 	    '* $(TORCH) CANNOT BE INSTALLED in $(VENV): pip says why, above.' \
 	    '* WITHOUT IT, THE TESTS THAT NEED TORCH ARE SKIPPED.' \

@@ -121,7 +121,7 @@ def test_doctor_on_several_ranks(ended: Ended) -> None:
     assert found["routes"]["device"] == {}
     if "compiled" in each["C library"]:
         assert routes["all_reduce (bfloat16)"] == "shared memory"
-        route = "(MPI|shared memory|one copy by the kernel)"
+        route = "(MPI|shared memory)"
         steps = rf"{route}(; from \d+ (B|KiB|MiB) on {route})*"
         assert re.fullmatch(steps, routes["broadcast"]), routes
 

@@ -126,7 +126,7 @@ def _create(group: ProcessGroup) -> Hierarchy | None:
         return None
     ranks = nodes[places_of(nodes)[group.rank()].node]
     node = make_part(group, ranks)
-    memory = shared.create(node) if len(ranks) > 1 else None
+    memory = shared.create(node, copies=False) if len(ranks) > 1 else None
     node.inner.Free()  # ranks that share memory need no messages
     able = np.array([memory is not None or len(ranks) == 1], np.uint8)
     group.tested.Allreduce(MPI.IN_PLACE, able, MPI.MIN)

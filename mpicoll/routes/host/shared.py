@@ -86,14 +86,14 @@ class Shared:
     no_single_copy: reason why this rank cannot copy by the kernel, or "".
     """
 
-    def __init__(self, group: ProcessGroup, segment: Segment, slot: int) -> None:
-        """All ranks call."""
+    def __init__(self, group: ProcessGroup, segment: Segment, slot: int, copies: bool) -> None:
+        """All ranks call. copies: see ``create``."""
         assert kernels is not None
         self._group = group
         self.kernels = kernels
         self._memory = np.frombuffer(segment.memory, np.uint8)  # keeps the mapping alive
         n = group.size()
-        # The C library has the addresses of both.
+        # The C library has the addresses of these and of `peers`.
         self._kinds: dict[Any, Any] = {}
         self._mpi_plans: list[Any] = []
         self.ways = Ways(kernels, group, segment.placement)
@@ -109,7 +109,7 @@ class Shared:
         self._segment = self._channels[0]
         self.pointer = ctypes.addressof(self._segment)
         self._processes = None
-        self.peers, self.no_single_copy = find_peers(group, kernels, slot)
+        self.peers, self.no_single_copy = find_peers(group, slot) if copies else (None, "")
         if self.peers:
             pids, tokens = self.peers.pids.ctypes.data, self.peers.tokens.ctypes.data
             self._processes = kernels.Processes(self.pointer, pids, tokens, n, group.rank())
@@ -459,8 +459,11 @@ def _build(kind: CallKind) -> Implementation | None:
     return None if shared is None else shared.build(kind)
 
 
-def create(group: ProcessGroup) -> Shared | None:
-    """Create the segment of a group; None on all ranks if they cannot. All ranks call."""
+def create(group: ProcessGroup, copies: bool = True) -> Shared | None:
+    """Create the segment of a group; None on all ranks if they cannot. All ranks call.
+
+    copies: whether calls may copy by the kernel, which ``exchange`` never does.
+    """
     n = group.size()
     slot = max(SLOT // 2, machine.l2_cache_bytes() // _SLOTS)
     slot = min(SLOT, slot, MAX_SEGMENT_BYTES // (_SLOTS * n))
@@ -468,7 +471,7 @@ def create(group: ProcessGroup) -> Shared | None:
     able = kernels is not None and not settings.SHARED_MEMORY.is_set_to("0")
     region = 0 if kernels is None else kernels.shared_region(slot, n)
     segment = share(group.tested, region, able, mpi.can_call(group))
-    return None if segment is None else Shared(group, segment, slot)
+    return None if segment is None else Shared(group, segment, slot, copies)
 
 
 ROUTE = Route(

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpicoll import settings
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.kernels.library import Kernels, kernels
+from mpicoll.kernels.library import kernels
 
 
 class Peers(NamedTuple):
@@ -35,7 +35,7 @@ class Peers(NamedTuple):
     own: Any
 
 
-def find_peers(group: ProcessGroup, library: Kernels, slot: int) -> tuple[Peers | None, str]:
+def find_peers(group: ProcessGroup, slot: int) -> tuple[Peers | None, str]:
     """Try to copy from and to every other rank. Returns their processes, None on all ranks if one
     of them cannot, and the reason why this rank cannot, or "". All ranks call.
 
@@ -49,7 +49,8 @@ def find_peers(group: ProcessGroup, library: Kernels, slot: int) -> tuple[Peers 
     group.tested.Allgather(mine, everybody)
     pids, tokens, words = (np.ascontiguousarray(column) for column in everybody.T)
     peers = Peers(pids, words, tokens, own)
-    for why in _try(library.single_copy_descriptor_size(n) <= slot, me, peers):
+    assert kernels is not None
+    for why in _try(kernels.single_copy_descriptor_size(n) <= slot, me, peers):
         able = np.array([not why], np.uint8)
         group.tested.Allreduce(MPI.IN_PLACE, able, MPI.MIN)
         if not able[0]:

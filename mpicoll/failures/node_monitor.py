@@ -51,7 +51,7 @@ _STACKS_TIMEOUT_S = 2.0  # to collect the stacks of all ranks of a node
 _END_TIMEOUT_S = 0.1  # for the system to report how a process has ended
 _KILL_GRACE_S = 10.0  # for a rank that was ordered to end
 #: Times to wait for ranks that are ending, and for other nodes, before the cause is decided.
-_DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 0.5
+_DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 3.0
 #: Timeout of a connection to one address of the head, and time that the head may take to start.
 _CONNECT_TIMEOUT_S, _START_TIMEOUT_S = 3.0, 30.0
 #: Maximum number of connections without a handshake, in addition to those of all nodes.
@@ -146,6 +146,7 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._handlers[one.pidfd] = partial(self._record_end, one)
             self._handlers[one.bell] = partial(self._read_bell, one)
         self._nodes: list[JsonConnection] = []  # on the head: monitors of other nodes
+        self._behind: set[JsonConnection] = set()  # these that may have earlier events to report
         self._seen = len(self._ranks)  # number of ranks of this node and these nodes
         self._head: JsonConnection | None = None  # None: this monitor reports to the user
         self._hangs: list[dict[str, Any]] = []  # on the head: late calls to report
@@ -157,6 +158,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         self._ended_at = _NEVER  # when the first rank began to end the job itself
         self._ending: set[_Rank] = set()  # the ranks of this node that have done so
         self._is_decided = False  # the cause of the job's end was reported
+        self._is_asked = False  # the head waits until this monitor has reported all events
         # Times to decide the cause, to kill the ranks, and to end them without their launcher.
         self._decide_at = self._kill_at = self._end_at = _NEVER
 
@@ -192,6 +194,9 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._find_losses()
             for descriptor in ready:
                 self.serve_descriptor(descriptor)
+            if self._is_asked and not self._dying and self._head:
+                self._is_asked = False
+                self._send(self._head, {"reported": True})
             while self._hangs:
                 self._report_hang(self._hangs.pop(0))
             self._decide()
@@ -294,6 +299,7 @@ class NodeMonitor(LineServer[JsonConnection]):
         """Forget the connection of a monitor."""
         if line in self._nodes:
             self._nodes.remove(line)
+            self._behind.discard(line)
         if line is self._head:
             self._head = None
 
@@ -315,10 +321,14 @@ class NodeMonitor(LineServer[JsonConnection]):
                     self.close_listener(sock)  # all nodes have connected
             self._send(line, {"proof": mac(self._given["secret"], "head", message["nonce"])})
             self._nodes.append(line)
+        elif line is self._head and "report" in message:
+            self._is_asked = True
         elif line is self._head:
             self._is_decided = True  # the head has reported the cause
             if message["end"]:
                 self._end_ranks()
+        elif "reported" in message:
+            self._behind.discard(line)
         else:
             self._handle_news(message, time.monotonic() - float(message["age"]))
 
@@ -354,10 +364,12 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._losses.append((when, news["lost"], bool(news["alone"])))
         else:
             self._ended_at = min(self._ended_at, when)
-        # Other nodes have time to report earlier events.
-        at_once = self._has_all_ranks or self._survives_losses
-        wait = 0.0 if at_once else _NODES_TIMEOUT_S
-        self._decide_at = min(self._decide_at, time.monotonic() + wait)
+        if self._decide_at == _NEVER:
+            at_once = self._has_all_ranks or self._survives_losses
+            self._decide_at = time.monotonic() + (0.0 if at_once else _NODES_TIMEOUT_S)
+            self._behind = set() if at_once else set(self._nodes)
+            for line in list(self._behind):
+                self._send(line, {"report": True})  # earlier events
 
     # --- how the job ends ------------------------------------------------------------------------
 
@@ -425,7 +437,8 @@ class NodeMonitor(LineServer[JsonConnection]):
         A rank that ended alone counts before ranks of another node that ended together, because a
         launcher kills the ranks of the other nodes together.
         """
-        if time.monotonic() < self._decide_at:
+        is_complete = self._seen >= self.size and not self._behind and self._decide_at < _NEVER
+        if time.monotonic() < self._decide_at and not is_complete:
             return
         self._decide_at = _NEVER
         if self._is_decided:

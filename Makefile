@@ -103,9 +103,10 @@ test-torch-latest:  ## the tests that need PyTorch, with the newest release, whi
 	@$(MAKE) --no-print-directory environment MPI=mpich VENV=$(LATEST) TORCH=torch
 	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
 
-# Too long for each change: client libraries, PyTorch's newest release and own tests, all sanitizers and
-# random programs, a third launcher.
+# Too long for each change: all tests on all ranks, client libraries, PyTorch's newest release and own
+# tests, all sanitizers and random programs, a third launcher.
 test-nightly:  ## what needs large downloads or hours: clients, the newest torch, emulated GPUs, torch's own tests
+	$(MAKE) --no-print-directory test ARGS=--full
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
 	$(MAKE) --no-print-directory test-gpu-emulated-torch

@@ -11,7 +11,8 @@ Each MPI has a virtual environment. In each environment the script runs
 
 RANKS has the numbers of ranks. By default it covers every MPI, every number of ranks, and calls
 with and without the native fast path, but not every combination. --full runs every MPI on every
-number of ranks. --quick runs one MPI, the plain tests and 2 ranks, without tests marked ``slow``.
+number of ranks, and tests marked ``nightly``. --quick runs one MPI, the plain tests and 2 ranks,
+without tests marked ``slow``.
 Other markers (pyproject.toml) select tests that need only one MPI, three or four ranks, and plain
 tests that run in a separate process because they mostly wait.
 
@@ -248,6 +249,7 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
     terms = {PLAIN: ["not waits"], WAITS: ["waits"]}.get(part, [])
     terms += [] if first else ["not any_mpi"]
     terms += ["not slow"] if arguments.quick else []
+    terms += [] if arguments.full or arguments.pytest else ["not nightly"]
     if not (arguments.full or arguments.ranks):
         terms += ["on_4" if part == MPI else "not up_to_3"] if number > 3 else []
         terms += ["not on_3"] if number in (1, 2) and not arguments.quick else []
@@ -297,7 +299,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("environments", nargs="+", metavar="MPI=VENV")
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks; 0: the plain tests")
     parser.add_argument("--full", action="store_true",
-                        help="every MPI on every number of ranks; takes twice as long")  # fmt: skip
+                        help="every test with every MPI on every number of ranks")  # fmt: skip
     parser.add_argument("--quick", action="store_true",
                         help="only the first MPI, 2 ranks, no tests marked slow")  # fmt: skip
     parser.add_argument("--mpiexec", default="", help="default: mpiexec of the environment")

@@ -215,6 +215,7 @@ def test_short_run_measures_every_case(tmp_path: Path) -> None:
 
 
 @needs_mpiexec
+@pytest.mark.nightly
 def test_short_run_of_other_sections(tmp_path: Path) -> None:
     sections = "many", "overlap", "growth", "reproducible", "contest", "limit", "async"
     words = "--largest", "65536", "--without-torch", "--primitives", "all_reduce", "scan"

@@ -247,7 +247,7 @@ MISMATCH = """
     ("front", "cycles"),
     [
         ("numpy", 0),
-        pytest.param("torch", 0, marks=needs_torch),
+        pytest.param("torch", 0, marks=[needs_torch, pytest.mark.nightly]),
         pytest.param("torch", 2, marks=needs_torch),  # hooks of torch call mpicoll's
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from whole_jobs import MPIEXEC, needs_mpiexec, run_program
 
-pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.slow]
+pytestmark = [needs_mpiexec, pytest.mark.any_mpi, pytest.mark.nightly]
 
 RUN = Path(__file__).parent / "random_programs" / "run.py"
 

@@ -437,7 +437,8 @@ UNDER_TORCHRUN = [*TORCHRUN, "2", "-m"]
     ("launcher", "words", "name"),
     [
         (ON_2_RANKS, ["train.py"], "mpicoll"),
-        (ON_2_RANKS, ["--backend", "nccl,gloo", "-m", "train"], "mpicoll"),
+        pytest.param(ON_2_RANKS, ["--backend", "nccl,gloo", "-m", "train"], "mpicoll",
+                     marks=pytest.mark.nightly),
         pytest.param(UNDER_TORCHRUN, ["train.py"], "mpicoll", marks=pytest.mark.skipif(
             VENDOR == "Open MPI", reason="torchrun needs a library of the MPICH family")),
         (UNDER_TORCHRUN, ["--backend", "mpi", "train.py"], "gloo"),

@@ -33,6 +33,7 @@ from mpicoll.errors import MismatchError
 from mpicoll.failures import consistency
 from mpicoll.kernels import calls as short
 from mpicoll.primitives import by_name as primitives
+from mpicoll.routes import tuning
 
 pytestmark = pytest.mark.on_3
 
@@ -216,6 +217,21 @@ def test_shared_memory_does_not_pack_arrays(sharing, counts, dtype, async_op):
     for rank in range(n):
         for one, expected in zip(outputs[rank], parts(whole + rank), strict=True):
             assert (one == expected).all()
+
+
+def test_each_large_array_of_a_list_moves_in_the_fastest_way_for_its_size(world, monkeypatch):
+    monkeypatch.setattr(tuning.job, "choose", "")
+    team = sharing_team("a list of large arrays", world)
+    inputs = [np.full(count, team.me) for count in (100_000, 3, 400_000)]
+    outputs = [[np.full_like(one, -1) for one in inputs] for _ in range(team.size)]
+    for _ in range(8):
+        dist.all_gather_coalesced(outputs, inputs, team.group)
+    for rank, row in enumerate(outputs):
+        assert all((one == rank).all() for one in row)
+    (sizes,) = team.group.resources.find("shared").ways._measured().values()
+    assert {*sizes} == {
+        (8 * one.size * team.size).bit_length() - 1 for one in inputs if one.size > 3
+    }
 
 
 @pytest.mark.skipif(short._module is None, reason="needs the compiled module")

@@ -32,8 +32,8 @@ static struct {
 typedef int lists_function(const void *plan, const struct block *send, const struct block *recv,
                            size_t count, uint32_t root, uint32_t number);
 typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
-typedef int fused_function(const void *plan, char *const *send, char *const *recv, size_t *ends,
-                           size_t n, uint64_t sizes, uint32_t number);
+typedef int fused_function(const void *plan, char **send, char **recv, size_t *ends, size_t n,
+                           uint64_t sizes, uint32_t number);
 typedef int all_entered_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
                                  uint64_t nanoseconds);
 

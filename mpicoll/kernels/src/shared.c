@@ -1119,18 +1119,27 @@ static int compare_first(const struct mpicoll_plan *plan, size_t count, uint32_t
     return 1;
 }
 
+/* The numbers of blocks that a rank may send and receive. */
+static size_t blocks_sent(const struct mpicoll_plan *plan)
+{
+    return plan->in_place ? 0 : plan->many_blocks ? plan->shared->n : 1;
+}
+
+static size_t blocks_received(const struct mpicoll_plan *plan)
+{
+    return plan->has_src || plan->format >= 0 ? 1 : plan->shared->n;
+}
+
 /* The same by MPI. */
 static int run_by_mpi(const struct mpicoll_plan *plan, char *const *send, char *const *recv,
                       size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
 {
     const size_t n = plan->shared->n, elements = count / plan->numbers_per_element;
-    const size_t sent = plan->in_place ? 0 : plan->many_blocks ? n : 1;
-    const size_t received = plan->has_src || plan->format >= 0 ? 1 : n;
     struct mpicoll_block from[n], into[n];
 
-    for (size_t k = 0; k < sent; k++)
+    for (size_t k = 0; k < blocks_sent(plan); k++)
         from[k] = (struct mpicoll_block){send[k], elements};
-    for (size_t k = 0; k < received; k++)
+    for (size_t k = 0; k < blocks_received(plan); k++)
         into[k] = (struct mpicoll_block){recv[k], elements};
     if (!compare_first(plan, count, root, number, trial))
         return 0;
@@ -1226,13 +1235,13 @@ EXPORT int mpicoll_shared_lists(struct mpicoll_plan *plan, const struct mpicoll_
 {
     const size_t numbers = count * plan->numbers_per_element;
     const uint32_t n = plan->shared->n, me = plan->shared->me;
-    const int gives = !plan->in_place && (!plan->has_src || me == root);
+    const int gives = !plan->has_src || me == root;
     const int takes = !plan->has_dst || me == root;
     char *from[n], *to[n];
 
     for (size_t k = 0; k < n; k++) {
-        from[k] = gives && k < (plan->many_blocks ? n : 1) ? send[k].data : NULL;
-        to[k] = takes && k < (plan->has_src || plan->format >= 0 ? 1 : n) ? recv[k].data : NULL;
+        from[k] = gives && k < blocks_sent(plan) ? send[k].data : NULL;
+        to[k] = takes && k < blocks_received(plan) ? recv[k].data : NULL;
     }
     return exchange_blocks(plan, from, to, &numbers, 1, root, number);
 }
@@ -1339,23 +1348,58 @@ EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number
 /* The root in the signature of a list of calls; mpicoll/core/signature.py mirrors it. */
 #define LIST ((uint64_t)UINT32_MAX)
 
-/* Several calls of one plan without a root, of `n` arrays per block, as one call.
+/* Moves the addresses of the arrays of at most `limit` numbers to the front of a table of blocks. */
+static void remove_large(char **table, size_t blocks, const size_t *ends, size_t n, size_t limit)
+{
+    char **kept = table;
+    for (size_t k = 0; k < n * blocks; k++) {
+        const size_t i = k % n, start = i ? ends[i - 1] : 0;
+        if (ends[i] - start <= limit)
+            *kept++ = table[k];
+    }
+}
+
+/* Several calls of one plan without a root, of `n` arrays per block. Each array that is larger than
+ * a slot is moved by itself, in the fastest way for its size, then the others as one call.
  *
- * send, recv: as in exchange_blocks.
- * ends:  each array's end, as an index of the block's elements; converted to numbers.
+ * send, recv: as in exchange_blocks; changed.
+ * ends:  each array's end, as an index of the block's elements; changed.
  * sizes: hash of the sizes of the calls, which are then compared first, as call `number`; the data
  *        is moved in the next call. 0: they have been compared.
  * The rest is as in all_reduce. */
-EXPORT int mpicoll_shared_fused(const struct mpicoll_plan *plan, char *const *send,
-                                char *const *recv, size_t *ends, size_t n, uint64_t sizes,
-                                uint32_t number)
+EXPORT int mpicoll_shared_fused(const struct mpicoll_plan *plan, char **send, char **recv,
+                                size_t *ends, size_t n, uint64_t sizes, uint32_t number)
 {
+    const size_t limit = plan->shared->slot / plan->size;
+    char *from[plan->shared->n], *to[plan->shared->n];
+    size_t kept = 0, end = 0;
+
     if (sizes &&
         !mpicoll_shared_compare(plan->shared, number++, plan->signature | LIST << 24, sizes))
         return 0;
-    for (size_t k = 0; k < n; k++)
-        ends[k] *= plan->numbers_per_element;
-    return exchange_blocks(plan, send, recv, ends, n, 0, number);
+    for (size_t i = 0; i < n; i++)
+        ends[i] *= plan->numbers_per_element;
+    for (size_t i = 0, start = 0; i < n; start = ends[i++]) {
+        const size_t count = ends[i] - start;
+        if (count <= limit)
+            continue;
+        for (size_t k = 0; k < plan->shared->n; k++) {
+            from[k] = k < blocks_sent(plan) ? send[k * n + i] : NULL;
+            to[k] = k < blocks_received(plan) ? recv[k * n + i] : NULL;
+        }
+        const int result = exchange_blocks(plan, from, to, &count, 1, 0, number);
+        if (result <= 0)
+            return result;
+    }
+    remove_large(send, blocks_sent(plan), ends, n, limit);
+    remove_large(recv, blocks_received(plan), ends, n, limit);
+    for (size_t i = 0, start = 0; i < n; i++) {
+        const size_t count = ends[i] - start;
+        start = ends[i];
+        if (count <= limit)
+            ends[kept++] = end += count;
+    }
+    return kept ? exchange_blocks(plan, send, recv, ends, kept, 0, number) : 1;
 }
 
 /* all_to_all if each rank knows only its own block sizes, in one round: every rank publishes the

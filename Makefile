@@ -104,13 +104,14 @@ test-torch-latest:  ## the tests that need PyTorch, with the newest release, whi
 	$(PYTHON) tests/run.py mpich=$(LATEST) $(ARGS) -- tests/pytorch tests/test_torch_front.py
 
 # Too long for each change: all tests on all ranks, client libraries, PyTorch's newest release and own
-# tests, all sanitizers and random programs, a third launcher.
+# tests, all tests on Slurm, all sanitizers and random programs, a third launcher.
 test-nightly:  ## what needs large downloads or hours: clients, the newest torch, emulated GPUs, torch's own tests
 	$(MAKE) --no-print-directory test ARGS=--full
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
 	$(MAKE) --no-print-directory test-gpu-emulated-torch
 	$(MAKE) --no-print-directory test-removed-waits
+	$(MAKE) --no-print-directory test-slurm
 	$(MAKE) --no-print-directory sanitize
 	$(MAKE) --no-print-directory random
 	$(MAKE) --no-print-directory test-torch-suite \
@@ -239,7 +240,7 @@ coverage: environment  ## which share of mpicoll/ the tests run, the plain ones 
 # What git tracks, or, where there is no checkout, the folders of the project: not what users add.
 TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))
 LINTED = $(or $(TRACKED),benchmarks docs jobs mpicoll tests README.md pyproject.toml)
-lint: $(VENV)/.test  ## ruff, mypy, and whether the tables of the pages are those of the code
+lint: $(VENV)/.test $(VENV)/.lint  ## ruff, mypy, and whether the tables of the pages are those of the code
 	$(VENV)/bin/ruff check $(LINTED)
 	$(VENV)/bin/ruff format --check $(LINTED)
 	$(VENV)/bin/mypy
@@ -277,21 +278,34 @@ endif
 gpu-environment: environment
 	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
 
+EDITABLE := .cache/editable-$(notdir $(PYTHON))
+INSTALL = `ls $(EDITABLE)/*.whl`
+
 # The stamps: pip runs again when what is installed or compiled has changed.
 BUILT := pyproject.toml $(wildcard mpicoll/__init__.py mpicoll/kernels/src/*)
 
-$(VENV)/.demo: $(BUILT) | $(VENV)/bin/python
+$(VENV)/.demo: $(EDITABLE) | $(VENV)/bin/python
 	$(if $(wheel_$(ONE)),$(call install,$(wheel_$(ONE)),$(wheel_$(ONE))))
-	$(call install,mpicoll and its compiled C library,-e .)
+	$(call install,mpicoll,$(INSTALL))
 	$(call install,scikit-learn (for the demo),scikit-learn)
 	@touch $@
 
-$(VENV)/.test: $(BUILT) | $(VENV)/bin/python
-	$(call install,mpicoll and the requirements of its tests,-e '.[test]' $(wheel_$(ONE)))
+$(VENV)/.test: $(EDITABLE) | $(VENV)/bin/python
+	$(call install,mpicoll and the requirements of its tests,$(INSTALL)'[test]' $(wheel_$(ONE)))
 	@touch $@
 
-$(VENV)/.docs: pyproject.toml | $(VENV)/bin/python
-	$(call install,the requirements of the site,-e '.[docs]')
+$(VENV)/.lint: pyproject.toml | $(VENV)/.test
+	$(call install,ruff and mypy,$(INSTALL)'[lint]')
+	@touch $@
+
+# An editable installation as a wheel: the C sources are compiled once for all environments.
+$(EDITABLE): $(BUILT) | $(VENV)/bin/python
+	@rm -rf $@ && mkdir -p $@ && echo 'compiling the C library of mpicoll'
+	@$(PIP) 'setuptools>=77' && $(VENV)/bin/python -c \
+	    'from setuptools.build_meta import build_editable; build_editable("$@")' > $@/log 2>&1 || { cat $@/log; exit 1; }
+
+$(VENV)/.docs: pyproject.toml | $(EDITABLE)
+	$(call install,the requirements of the site,$(INSTALL)'[docs]')
 	@touch $@
 
 $(VENV)/bin/python:

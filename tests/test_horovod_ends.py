@@ -18,7 +18,7 @@ INIT = """
 """
 
 
-@pytest.mark.parametrize("alone", ["0, 1", "0,"])
+@pytest.mark.parametrize("alone", [pytest.param("0, 1", marks=pytest.mark.nightly), "0,"])
 @job(
     INIT
     + """

@@ -234,7 +234,7 @@ def test_gloo_uses_the_mpi_rendezvous():
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("how", ["environment", "call"])
+@pytest.mark.parametrize("how", ["environment", pytest.param("call", marks=pytest.mark.nightly)])
 def test_install_as_replaces_torchs_backends(how):
     """get_backend returns the requested name, and name() returns mpicoll, also for new groups."""
     script = """
@@ -291,6 +291,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.any_mpi
 def test_child_process_of_a_rank_uses_gloo(tmp_path):
     """As in asynchronous checkpoints. The child is not a rank of the job."""
@@ -364,6 +365,7 @@ def test_all_ranks_raise_if_one_rank_cannot_open_the_store():
     assert lines == ["2"] * 2 + ["True True"] * 8
 
 
+@pytest.mark.nightly
 @pytest.mark.any_mpi
 def test_ranks_may_be_numbered_by_the_program(tmp_path):
     """By environment variables, by a store and by a file, in another order than MPI's ranks."""
@@ -441,7 +443,8 @@ UNDER_TORCHRUN = [*TORCHRUN, "2", "-m"]
                      marks=pytest.mark.nightly),
         pytest.param(UNDER_TORCHRUN, ["train.py"], "mpicoll", marks=pytest.mark.skipif(
             VENDOR == "Open MPI", reason="torchrun needs a library of the MPICH family")),
-        (UNDER_TORCHRUN, ["--backend", "mpi", "train.py"], "gloo"),
+        pytest.param(UNDER_TORCHRUN, ["--backend", "mpi", "train.py"], "gloo",
+                     marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_run_replaces_the_backend_of_a_script(launcher, words, name, tmp_path):
@@ -566,7 +569,11 @@ def test_pg_options_give_one_warning():
     assert lines == ["90.0 80.0"] * 2, lines
 
 
-@pytest.mark.parametrize("last", ["dist.destroy_process_group()", "pass"], ids=["destroy", "pass"])
+@pytest.mark.parametrize(
+    "last",
+    ["dist.destroy_process_group()", pytest.param("pass", marks=pytest.mark.nightly)],
+    ids=["destroy", "pass"],
+)
 def test_exception_on_one_rank_ends_the_job_with_its_traceback(last):
     """torch buffers the output of its excepthook, and would print it too late. PyTorch's examples
     destroy groups in a finally clause.

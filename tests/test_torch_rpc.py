@@ -49,7 +49,8 @@ if __name__ == "__main__":
     [
         pytest.param([*MPIEXEC, "-n", "3", sys.executable], "3.0\n" * 3,
                      marks=needs_mpiexec, id="mpiexec"),
-        pytest.param([TORCHRUN, "--nproc-per-node", "2"], "2.0\n" * 2, id="torchrun"),
+        pytest.param([TORCHRUN, "--nproc-per-node", "2"], "2.0\n" * 2, id="torchrun",
+                     marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_ranks_call_functions_of_each_other(start, expected, tmp_path):

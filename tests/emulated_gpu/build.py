@@ -227,7 +227,7 @@ def main() -> None:
 
     (installed,) = SITE.glob(f"{MODULE}.*.so")
     module, site = folder / installed.name, folder / "site"
-    names = source.name, str(cuda), module.name
+    names = source.name, cuda / "cuda_runtime_api.h", module.name
     run_step(folder / "module.stamp", lambda: compile_module(source, module, cuda), *names)
     run_step(folder / "site.stamp", lambda: assemble_site(site, module), str(SITE), module)
     write_variables(folder, site)

@@ -140,6 +140,7 @@ def test_run_executes_a_script_for_torchrun(launch: str, tmp_path: Path) -> None
     assert lines == [f"{rank} {rank % 2} {RANKS} 2 {total} mpicoll" for rank in range(RANKS)], out
 
 
+@pytest.mark.slow
 @needs_torch
 @pytest.mark.parametrize(
     ("job", "words"),
@@ -334,7 +335,8 @@ def test_signal_before_the_time_limit_requeues_the_job(
     assert_resumed(output(job, folder), undisturbed)
 
 
-@pytest.mark.parametrize("partition", [pytest.param("main", marks=pytest.mark.slow), "graced"])
+@pytest.mark.slow
+@pytest.mark.parametrize("partition", ["main", "graced"])
 def test_preempted_job_resumes(partition: str, folder: Path, undisturbed: dict[int, str]) -> None:
     """Slurm sends SIGTERM and requeues the job. With GraceTime, the job requeues itself."""
     options = ("--exclusive", f"--partition={partition}")

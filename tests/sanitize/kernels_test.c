@@ -232,7 +232,7 @@ static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_i
     const uint32_t n = rank->shared.n, me = rank->shared.me;
     const size_t sent = many_in ? n : 1, got = many_in || in_place ? 1 : n;
     struct mpicoll_plan plan = plan_of(rank, combines);
-    char *send[n * n_calls], *recv[n * n_calls];
+    char *send[n * n_calls], *recv[n * n_calls], *from[n * n_calls], *to[n * n_calls];
     size_t ends[n_calls], before = 0;
     const uint64_t sizes = rank->number % 2 ? 0 : 77;
 
@@ -247,8 +247,8 @@ static void try_fused(struct rank *rank, size_t n_calls, size_t more, int many_i
         for (size_t i = 0; i < count; i++)
             ((int32_t *)send[k])[i] = element(me + 7 * call, block, i);
     }
-    CHECK(sent <= n && mpicoll_shared_fused(&plan, send, recv, ends, n_calls, sizes,
-                                            ++rank->number));
+    memcpy(from, send, sizeof send), memcpy(to, recv, sizeof recv);
+    CHECK(sent <= n && mpicoll_shared_fused(&plan, from, to, ends, n_calls, sizes, ++rank->number));
     rank->number += sizes != 0;
     for (size_t k = 0; k < got * n_calls; k++) {
         const size_t call = k % n_calls, to = many_in ? me : 0;

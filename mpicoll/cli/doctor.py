@@ -124,7 +124,7 @@ def _to_json(findings: Findings, advice: list[tuple[bool, str]]) -> str:
     report: dict[str, object] = {
         "ok": not any(is_error for is_error, _ in advice),
         "ranks": [
-            {**facts, **({"capabilities": own.words()} if own else {})}
+            {**facts, **({"capabilities": own._asdict()} if own else {})}
             for facts, own in zip(findings.facts, all_ranks, strict=True)
         ],
         "routes": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import control_messages, settings
 from mpicoll.cuda import mpi_support, probe_cache, runtime
@@ -53,10 +53,6 @@ class Capabilities(NamedTuple):
     def lacks_gpu(self) -> str:
         """Return the reason that this process has no GPU; "" if it has one."""
         return "" if self.gpus else f"a GPU ({self.no_gpu})"
-
-    def words(self) -> dict[str, Any]:
-        """Return the fields as a dict for JSON."""
-        return self._asdict()
 
 
 _known: Capabilities | None = None

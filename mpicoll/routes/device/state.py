@@ -143,7 +143,7 @@ def signature_of(kind: CallKind, extent: Extent, root: int) -> tuple[int, int]:
     """Return the signature of a call, which must be the same on all ranks."""
     primitive, _, op, dtype = kind
     number = encode_sizes(agreed_sizes(primitive, extent))
-    return with_root(encode_kind(primitive, dtype, op, 0, True), root), number
+    return with_root(encode_kind(primitive, dtype, op, True), root), number
 
 
 def exception_of(task: Callable[[], object]) -> Exception | None:

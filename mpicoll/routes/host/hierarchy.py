@@ -203,7 +203,7 @@ class HierarchyCall:
 
     def __init__(self, hierarchy: Hierarchy, kind: CallKind, count: int) -> None:
         self.count = count
-        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op, 0)
+        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op)
         words = f"{self._signature} {count}".encode()
         self._number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
         self._kind, self._hierarchy = kind, hierarchy

@@ -278,52 +278,37 @@ def test_collective_mismatch_raises_on_all_ranks(new_team, barrier_kind):
     Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
 
 
-def broadcast(team, count, root=0):
-    dist.broadcast(np.ones(count, np.float32), group=team.group, group_src=root)
+SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
+#: A call (name, count, op, root) of all ranks but the last, that of the last, and its description.
+LAZY = [
+    (("broadcast", 7), ("all_reduce", 7, SUM), "all_reduce of 7 elements of float32, SUM"),
+    (("broadcast", 7), ("broadcast", 7, None, 1), "broadcast of 7 elements of float32, src 1"),
+    (("broadcast", 40000), ("broadcast", 40001), "broadcast of 40001 elements of float32, src 0"),
+    (("broadcast", 1), ("broadcast", 1 << 18), "broadcast of 262144 elements of float32, src 0"),
+    (("reduce", 7, SUM), ("reduce", 7, MAX), "reduce of 7 elements of float32, MAX, dst 0"),
+    (("scan", 7, SUM), ("exscan", 7, SUM), "exscan of 7 elements of float32"),
+]
+by_case = pytest.mark.parametrize(
+    ("usual", "other", "words"), LAZY, ids=[words for *_, words in LAZY]
+)
 
 
-#: Calls of which the one of the odd rank differs, and its description.
-LAZY = {
-    "function": (
-        lambda team, odd: dist.all_reduce(np.ones(7, "f4"), group=team.group) if odd
-        else broadcast(team, 7), "all_reduce of 7 elements of float32, SUM",
-    ),
-    "root": (
-        lambda team, odd: broadcast(team, 7, int(odd)), "broadcast of 7 elements of float32, src 1",
-    ),
-    "count": (
-        lambda team, odd: broadcast(team, 40000 + odd),
-        "broadcast of 40001 elements of float32, src 0",
-    ),
-    "size": (
-        lambda team, odd: broadcast(team, 1 << 18 if odd else 1),
-        "broadcast of 262144 elements of float32, src 0",
-    ),
-    "op": (
-        lambda team, odd: dist.reduce(
-            np.ones(7, "f4"), 0, ReduceOp.MAX if odd else ReduceOp.SUM, team.group
-        ), "reduce of 7 elements of float32, MAX, dst 0",
-    ),
-    "scan": (
-        lambda team, odd: (dist.exscan if odd else dist.scan)(
-            np.ones(7, "f4"), np.ones(7, "f4"), group=team.group
-        ), "exscan of 7 elements of float32",
-    ),
-}  # fmt: skip
+def start_lazy(team, usual, other):
+    name, *rest = other if team.me == team.size - 1 else usual
+    Call(name, team, by_name["float32"], *rest).start()
 
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.parametrize("other", LAZY)
-def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, other):
+@by_case
+def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, usual, other, words):
     """On every rank, whatever it calls, with the calls at fault. The group then takes no calls."""
-    (call, words), team = LAZY[other], sharing_team(f"lazy, other {other}", world)
-    odd = team.me == team.size - 1
+    team = sharing_team(f"lazy, {words}", world)
     with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}") as error:
-        call(team, odd)
+        start_lazy(team, usual, other)
         for _ in range(16):
             dist.broadcast(np.ones(1), group=team.group, group_src=0)
-    for again in (lambda: call(team, odd), lambda: dist.barrier(team.group)):
+    for again in (lambda: start_lazy(team, usual, other), lambda: dist.barrier(team.group)):
         with pytest.raises(MismatchError, match="cannot be used any more") as later:
             again()
         assert str(later.value) == str(error.value)
@@ -440,13 +425,13 @@ def test_mpi_is_not_called_if_one_rank_must_not_block_in_it(world, monkeypatch):
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.parametrize("other", LAZY)
-def test_detail_compares_lazy_calls_before_they_run(world, other, monkeypatch):
+@by_case
+def test_detail_compares_lazy_calls_before_they_run(world, usual, other, words, monkeypatch):
     """All ranks raise the error in the same call, and the group stays usable."""
     monkeypatch.setattr(debug_level, "_level", dist.DebugLevel.DETAIL)
-    (call, words), team = LAZY[other], sharing_team(f"in detail, other {other}", world)
+    team = sharing_team(f"in detail, {words}", world)
     with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}"):
-        call(team, team.me == team.size - 1)
+        start_lazy(team, usual, other)
     Call("broadcast", team, by_name["float32"], 300, None, team.size - 1).run()
 
 

@@ -21,7 +21,7 @@ from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.failures import lost_ranks
 from mpicoll.failures.report import describe_by_rank
-from mpicoll.launch.host_identity import ranks_by_node
+from mpicoll.machine import ranks_by_value
 from mpicoll.routes.host import shared
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
@@ -120,7 +120,7 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
 
 def _create(group: ProcessGroup) -> Hierarchy | None:
     names = control_messages.allgather(group.tested, node_of(), str)
-    nodes = list(ranks_by_node(names).values())
+    nodes = list(ranks_by_value(names).values())
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MAX_RANKS:
         return None

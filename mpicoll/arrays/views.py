@@ -257,11 +257,6 @@ def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool
     return [bool(((begins < end) & (begin < ends)).any()) for begin, end in spans]
 
 
-def find_shared(views: Sequence[View]) -> tuple[int, int] | None:
-    """Return the indices of two views that share memory; None if there are none."""
-    return find_conflict(list(enumerate(views)), ())
-
-
 def find_conflict(
     written: Sequence[tuple[int, View]], read: Sequence[tuple[int, View]]
 ) -> tuple[int, int] | None:

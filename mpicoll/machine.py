@@ -1,12 +1,16 @@
-"""Description of this machine."""
+"""Description of this machine, and lists of its ranks and processors."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from functools import cache
+from itertools import count
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T", bound=Hashable)
 
 
 def describe() -> str:
@@ -30,6 +34,17 @@ def l2_cache_bytes() -> int:
             if (index / "level").read_text().strip() == "2":
                 return int((index / "size").read_text().strip().removesuffix("K")) << 10
     return 1 << 20
+
+
+def ranks_by_value(values: Iterable[T], ranks: Iterable[int] | None = None) -> dict[T, list[int]]:
+    """Return the ranks of each value, such as a node, in the order of their first ranks.
+
+    values: one of each rank. ranks: by default 0, 1, ...
+    """
+    found: dict[T, list[int]] = {}
+    for value, rank in zip(values, count() if ranks is None else ranks, strict=False):
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def format_ranges(numbers: Iterable[int]) -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpicoll.communicators import subset
@@ -272,6 +273,12 @@ class _Communicator(_Locked):
         with self._lock:
             return _Request(getattr(self._inner, name)(*args), self._lock, self._wait)
 
+    def _call(self, name: str, *args: object) -> None:
+        self._start(name, *args).Wait()
+
+    def _create(self: Any, name: str, *args: object) -> MPI.Intracomm:
+        return _like(self, call_together(self, lambda: getattr(self._inner, name)(*args)))
+
     def Spawn(self, *args: object) -> Any:
         return call_together(cast("MPI.Intracomm", self), lambda: self._inner.Spawn(*args))
 
@@ -294,30 +301,15 @@ class _Communicator(_Locked):
 
     def Bcast(self, message: object, root: int) -> None:
         for piece in _pieces(message):
-            self._start("Ibcast", piece, root).Wait()
-
-
-def _non_blocking(name: str) -> Callable[..., _Request]:
-    return lambda self, *args: self._start(name, *args)
-
-
-def _blocking(name: str) -> Callable[..., None]:
-    return lambda self, *args: self._start(name, *args).Wait()
-
-
-def _creation(name: str) -> Callable[..., MPI.Intracomm]:
-    def create(self: Any, *args: object) -> MPI.Intracomm:
-        return _like(self, call_together(self, lambda: getattr(self._inner, name)(*args)))
-
-    return create
+            self._call("Ibcast", piece, root)
 
 
 for _name in ("Iallgather", "Iallreduce", "Ibarrier", "Irecv", "Isend"):
-    setattr(_Communicator, _name, _non_blocking(_name))
+    setattr(_Communicator, _name, partialmethod(_Communicator._start, _name))
 for _name in (
     "Allgather", "Allgatherv", "Allreduce", "Alltoall", "Barrier", "Exscan", "Gather", "Reduce",
     "Reduce_scatter_block", "Scan", "Scatter", "Send",
 ):  # fmt: skip
-    setattr(_Communicator, _name, _blocking(f"I{_name.lower()}"))
+    setattr(_Communicator, _name, partialmethod(_Communicator._call, f"I{_name.lower()}"))
 for _name in ("Create", "Dup", "Split", "Split_type"):
-    setattr(_Communicator, _name, _creation(_name))
+    setattr(_Communicator, _name, partialmethod(_Communicator._create, _name))

@@ -84,8 +84,10 @@ class Ended:
         assert not lines or self.lines == sorted(lines), self
 
     def badly(self, *words: str) -> None:
-        """Assert that the job failed without a hang, and printed ``words`` before MPI_Abort's."""
-        assert self.code != 0, self
+        """Assert that the job failed without a hang, printed ``words`` before MPI_Abort's, and did
+        not continue where it must not.
+        """
+        assert self.code != 0 and "not reached" not in self.out, self
         assert HUNG not in self.err, f"a rank hung\n{self}"
         first = re.split("(?i)MPI_Abort", self.err, maxsplit=1)[0]
         for word in words:

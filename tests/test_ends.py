@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from rank_scripts import HUNG, WAITING, Ended, compiled, job, needs_torch
+from rank_scripts import WAITING, Ended, compiled, job, needs_torch
 
 # --- a rank that ends ---------------------------------------------------------------------------
 
@@ -46,7 +46,7 @@ def test_end_of_a_rank_ends_the_job(
     """code: of the job; 0: any code but 0."""
     ended.badly(*words)
     assert not code or ended.code == code, ended
-    assert "not reached" not in ended.out and ended.err.count("Traceback") == traces, ended
+    assert ended.err.count("Traceback") == traces, ended
     # A rank that raises or calls sys.exit ends the job itself, not a waiting rank.
     assert (words is UNSEEN) == ("rank 1 ended" in ended.err), ended
 
@@ -310,7 +310,6 @@ def test_ctrl_c_of_one_rank_ends_the_job(
 ) -> None:
     ended.badly("Traceback (most recent call last)", waiting, "interrupted while" if calls else "")
     assert re.search("KeyboardInterrupt|interrupted", ended.err), ended
-    assert "not reached" not in ended.out
 
 
 @job("""
@@ -322,8 +321,7 @@ def test_ctrl_c_of_one_rank_ends_the_job(
     say("not reached")
 """, interrupt="mpiexec")  # fmt: skip
 def test_ctrl_c_of_mpiexec_ends_the_job(ended: Ended) -> None:
-    assert ended.code != 0 and HUNG not in ended.err, ended
-    assert "not reached" not in ended.out
+    ended.badly()
 
 
 @job("""
@@ -486,7 +484,6 @@ def test_message_is_written_in_one_call(end: str, words: list[str], ended: Ended
 """)
 def test_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: Ended) -> None:
     ended.badly("KeyError: 'mine'")
-    assert "not reached" not in ended.out
 
 
 @job("""
@@ -501,4 +498,4 @@ def test_exception_in_a_block_ends_the_job(before: str, waiting: str, ended: End
 """)
 def test_caught_exception_of_a_block_ends_waiting_ranks(ended: Ended) -> None:
     ended.badly("rank 1 ended without making this call")
-    assert "caught" in ended.out and "not reached" not in ended.out
+    assert "caught" in ended.out

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.any_mpi
 
 def test_each_kind_of_call_has_its_own_number() -> None:
     kinds = {
-        signature.encode_kind(primitive, dtype, op, root, on_device)
+        signature.with_root(signature.encode_kind(primitive, dtype, op, on_device), root)
         for primitive in PRIMITIVES
         for dtype in (None, by_name["float32"], by_name["int8"])
         for op in (None, ReduceOp.SUM, ReduceOp.AVG)
@@ -29,7 +29,8 @@ def test_each_kind_of_call_has_its_own_number() -> None:
 
 
 def test_describe_returns_the_sizes_of_a_list_and_the_root_of_a_task() -> None:
-    kind = signature.encode_kind(primitives["all_reduce"], by_name["int8"], None, signature.LIST)
+    kind = signature.encode_kind(primitives["all_reduce"], by_name["int8"], None)
+    kind = signature.with_root(kind, signature.LIST)
     number = signature.encode_list([4, 4, 9])
     assert signature.describe(kind, number).endswith("a list of int8 with 2 x 4, 1 x 9 elements")
     assert signature.describe(kind, number + 1).endswith("a list of int8")

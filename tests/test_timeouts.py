@@ -57,7 +57,6 @@ SLEEPS = ["time.sleep(1000)", "time.sleep(8)"]
 @job(LATE, ranks=3)
 def test_init_times_out(start: str, begin: str, end: str, ended: Ended) -> None:
     ended.badly("init_process_group: timed out after 3 s waiting for the other ranks (missing: 1)")
-    assert "not reached" not in ended.out
 
 
 # --- a group fails after a timeout, and the program continues ------------------------------------
@@ -195,7 +194,6 @@ def test_timeout_of_a_call_blocked_inside_mpi_ends_the_job(ended: Ended) -> None
         "MPICOLL_TIMEOUT_GRACE", "MPICOLL_TESTED_CALLS", "MPICOLL_DEBUG=DETAIL",
     )  # fmt: skip
     assert ended.seconds > 2.5
-    assert "not reached" not in ended.out
 
 
 @pytest.mark.parametrize("code", ["0", "7"])

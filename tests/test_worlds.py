@@ -123,7 +123,6 @@ def test_missing_member_of_a_communicator_times_out(ended: Ended) -> None:
         "mpicoll: rank 0 of 2: init_process_group: timed out after 3 s waiting for the other ranks "
         "(missing: 1)"
     )
-    assert "not reached" not in ended.out
 
 
 @job(PARTS + """
@@ -168,7 +167,6 @@ def test_ranks_outside_the_communicator_continue(destroy: str, ended: Ended) -> 
 """, ranks=4)  # fmt: skip
 def test_failed_member_ends_the_job(end: str, words: str, ended: Ended) -> None:
     ended.badly(words)
-    assert "not reached" not in ended.out
 
 
 # --- shrinking the default group ----------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Start and end of process groups: init_process_group and destroy_process_group."""
+"""Start and end of process groups: init_process_group and destroy_process_group.
+
+group: the process group; None is the default group.
+"""
 
 from __future__ import annotations
 
@@ -100,8 +103,6 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 def get_backend(group: ProcessGroup | None = None) -> Backend:
     """Return the name of the backend that was requested, as a Backend in lower case.
 
-    group: the process group; None is the default group.
-
     Raises NotInitializedError (a ValueError) before init_process_group and ArgumentError (a
     ValueError) on a rank outside the group.
     """
@@ -110,8 +111,6 @@ def get_backend(group: ProcessGroup | None = None) -> Backend:
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
     """Return the backend of each device type, such as "cpu:mpi,cuda:mpi".
-
-    group: the process group; None is the default group.
 
     Raises the errors of get_backend: NotInitializedError and ArgumentError.
     """
@@ -364,8 +363,6 @@ def _check_expected(expected: dict[str, tuple[str, int]], rank: int, size: int, 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """End a group. For the default group, end all groups. Every member calls it.
 
-    group: the process group; None is the default group.
-
     Waits for pending work and cancels receives without a matching send.
 
     Raises NotInitializedError (a ValueError) before init_process_group; ArgumentError (a
@@ -449,15 +446,13 @@ def _sign_off() -> None:
         session.send("free")
 
 
-def close_group(
-    group: ProcessGroup, limit: float = _DESTROY_TIMEOUT_S, until: float | None = None
-) -> str:
+def close_group(group: ProcessGroup, until: float | None = None) -> str:
     """Wait for pending work of a group, free its communicators and remove it.
 
     until: given when all groups end: time (time.monotonic) until which to compare the calls of all
         ranks. Returns the mismatch, or "".
 
-    Raises CollectiveTimeoutError if work is pending after ``limit`` seconds; aborts the group
+    Raises CollectiveTimeoutError if work is pending after _DESTROY_TIMEOUT_S; aborts the group
     instead if that work has timed out before, or if the group has failed or lost a rank.
     """
     if lost_ranks.is_fault_tolerant() and lost_ranks.check(group):
@@ -465,8 +460,8 @@ def close_group(
         if skip_finalize():
             _leave_out_mpi()
         return ""
-    if group.error or any(work.has_timed_out for work in group.pending):
-        limit = THREAD_EXIT_TIMEOUT_S
+    is_late = group.error or any(work.has_timed_out for work in group.pending)
+    limit = THREAD_EXIT_TIMEOUT_S if is_late else _DESTROY_TIMEOUT_S
     if not group.finish(limit):
         if group.error or all(work.has_timed_out for work in group.pending):
             abort_group(group, "ended while this call was pending, after its timeout")

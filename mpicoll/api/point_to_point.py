@@ -64,8 +64,6 @@ def recv(
 ) -> int:
     """Receive an array from another rank.
 
-    src, group_src: the sender, as a global rank or as a rank in the group; by default any rank.
-
     Returns the global rank of the sender, or -1 on a rank outside the group.
 
     Raises MPIError if the message has another size, and MismatchError if it has another dtype.
@@ -125,8 +123,6 @@ class P2POp:
     op: mpicoll.isend or mpicoll.irecv.
     tensor: the array to send, or a writable array to receive into.
     peer: the other rank, as a global rank.
-    group: the process group; None is the default group.
-    tag: the same on both ranks.
     group_peer: the other rank, as a rank in the group. Use instead of ``peer``.
 
     Raises ArgumentError (a ValueError) for another op, a missing peer or one outside the group, a

@@ -150,20 +150,19 @@ class DeviceView(View):
 
     def part(self, start: int, count: int) -> DeviceView:
         """Return the view of ``count`` elements starting at ``start``. Contiguous views only."""
-        return self._same_device(self.address + start * self.dtype.itemsize, count, self.dtype)
+        return self._same_device(self.address + start * self.dtype.itemsize, count)
 
     def empty_like(self) -> DeviceView:
         """Return uninitialized memory of the same size and device, valid until the call ends."""
         return self.new_empty(self.count)
 
-    def new_empty(self, count: int, dtype: DType | None = None) -> DeviceView:
+    def new_empty(self, count: int) -> DeviceView:
         """Return ``count`` uninitialized elements on the same device, valid until the call ends."""
-        dtype = dtype or self.dtype
-        address = self.context.scratch(count * dtype.itemsize).address
-        return self._same_device(address, count, dtype)
+        return self._same_device(self.context.scratch(count * self.dtype.itemsize).address, count)
 
-    def _same_device(self, address: int, count: int, dtype: DType) -> DeviceView:
-        found = DeviceView(self.owner, dtype, self.device, address, (count,), None, self.stream)
+    def _same_device(self, address: int, count: int) -> DeviceView:
+        shape, stream = (count,), self.stream
+        found = DeviceView(self.owner, self.dtype, self.device, address, shape, None, stream)
         found.context = self.context
         return found
 
@@ -212,8 +211,7 @@ class ViewList(View):
 
     def _copy(self, packed: View, inward: bool) -> None:
         for part, start in zip(self._parts, self.starts, strict=True):
-            copy = part.copy_from if inward else part.copy_to
-            copy(packed.part(start, part.count))
+            part._copy(packed.part(start, part.count), inward)
 
     @property
     def starts(self) -> list[int]:
@@ -257,11 +255,6 @@ def find_overlapping(views: Sequence[View], others: Sequence[View]) -> list[bool
     begins, ends = np.array([_span(one) for one in others], np.uint64).reshape(-1, 2).T
     spans = ((address(one), address(one) + one.nbytes) for one in views)
     return [bool(((begins < end) & (begin < ends)).any()) for begin, end in spans]
-
-
-def find_shared(views: Sequence[View]) -> tuple[int, int] | None:
-    """Return the indices of two views that share memory; None if there are none."""
-    return find_conflict(list(enumerate(views)), ())
 
 
 def find_conflict(

@@ -114,15 +114,16 @@ def _bench(options: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     import mpicoll as dist
-    from mpicoll.cli.bench_others import OTHERS, Other, Route, find_routes, route_names
+    from mpicoll.cli.bench_others import OTHERS, Other, Route, find_routes
     from mpicoll.cli.bench_table import Bench
     from mpicoll.core.groups import default_group
     from mpicoll.failures.consistency import FIRST
+    from mpicoll.routes import registry
 
     comm = MPI.COMM_WORLD.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises exceptions
     first = comm.Get_rank() == 0
-    known = route_names(options.device)
+    known = tuple(registry.HOST if options.device == "cpu" else registry.DEVICE)
     names = list(known) if options.routes == "all" else options.routes.split(",")
     names = list(dict.fromkeys(filter(None, names)))
     own = _find_problem(options, comm, names, known)

@@ -182,11 +182,6 @@ OTHERS: dict[str, Callable[[MPI.Intracomm, Memory], Other]] = {
 # --- routes -------------------------------------------------------------------------------------
 
 
-def route_names(device: str) -> tuple[str, ...]:
-    """Return all routes for arrays on "cpu" or "cuda"."""
-    return tuple(registry.HOST if device == "cpu" else registry.DEVICE)
-
-
 def find_routes(names: Sequence[str], device: str) -> dict[str, str]:
     """Return for each route the reason why these ranks cannot use it, or "".
 

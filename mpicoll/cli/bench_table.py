@@ -103,12 +103,6 @@ def _count_wrong(result: Result) -> int:
     return sum(found.get("wrong") or 0 for found in (*_own(result), *others))
 
 
-def _average_busbw(results: Sequence[Result]) -> float | None:
-    """Return the mean bus bandwidth of all lines, or None without arrays."""
-    every = [one["busbw"] for result in results for one in _own(result)]
-    return statistics.fmean(every) if None not in every else None
-
-
 def _own(result: Result) -> list[Result]:
     """Return the measurements of mpicoll's calls."""
     return [result[name] for name in ("out_of_place", "in_place") if result[name]]
@@ -154,7 +148,8 @@ class Bench:
             if self._options.check:
                 found = sum(map(_count_wrong, results[start:]))
                 self._print(f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}")
-            averages[row.name] = mean = _average_busbw(results[start:])
+            every = [one["busbw"] for result in results[start:] for one in _own(result)]
+            averages[row.name] = mean = None if None in every else statistics.fmean(every)
             if mean is not None:
                 self._print(f"# Avg bus bandwidth    : {mean:.4g}")
         noise = statistics.median(one["spread"] for one in results)
@@ -202,7 +197,8 @@ class Bench:
             }
             if name not in own:
                 found[name]["ratio"] = took / found[own[0]]["time"]
-            if self._options.check and case.dtype and (name in own or self._is_route(name)):
+            is_ours = name in own or isinstance(self._others[name], Route)
+            if self._options.check and case.dtype and is_ours:
                 variant = name if name in own else own[0]
                 wrong = count_wrong(calls[name].calls[0], case, buffers[0], variant, self._memory)
                 found[name]["wrong"] = sum(control_messages.allgather(self._comm, wrong, int))
@@ -218,9 +214,6 @@ class Bench:
             "in_place": found.get("in_place"),
             "compare": {name: found.get(name) for name in self._others},
         }
-
-    def _is_route(self, name: str) -> bool:
-        return isinstance(self._others[name], Route)
 
     def _measure(self, calls: Mapping[str, Fresh]) -> Samples:
         given, warm = self._options.iters, self._options.warmup_iters

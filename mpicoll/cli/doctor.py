@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import cli, control_messages, machine, settings
-from mpicoll.launch.host_identity import ranks_by_node
 from mpicoll.launch.launchers import find_launcher
-from mpicoll.machine import format_ranges
+from mpicoll.machine import format_ranges, ranks_by_value
 from mpicoll.output import format_count
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _to_json(findings: Findings, advice: list[tuple[bool, str]]) -> str:
     report: dict[str, object] = {
         "ok": not any(is_error for is_error, _ in advice),
         "ranks": [
-            {**facts, **({"capabilities": own.words()} if own else {})}
+            {**facts, **({"capabilities": own._asdict()} if own else {})}
             for facts, own in zip(findings.facts, all_ranks, strict=True)
         ],
         "routes": {
@@ -509,7 +508,7 @@ def _advise_on_device_routes(all_ranks: Sequence[Capabilities]) -> list[str]:
 def _advise_on_hosts(placements: Sequence[Placement]) -> list[str]:
     """Return advice on the hosts: each text once, with the names of its hosts."""
     found: dict[str, list[str]] = {}
-    for host, ranks in ranks_by_node([each.host for each in placements]).items():
+    for host, ranks in ranks_by_value(each.host for each in placements).items():
         own = [placements[rank] for rank in ranks]
         for check in (_check_crowd, _check_threads, _check_memory):
             found.setdefault(check(own), []).append(host)
@@ -578,7 +577,7 @@ def _find_unbound(placements: Sequence[Placement]) -> list[int]:
     Skips hosts with more ranks than processors, where binding does not help.
     """
     unbound = []
-    for ranks in ranks_by_node([each.host for each in placements]).values():
+    for ranks in ranks_by_value(each.host for each in placements).values():
         if _check_crowd([placements[rank] for rank in ranks]):
             continue
         users = Counter(number for rank in ranks for number in placements[rank].allowed)

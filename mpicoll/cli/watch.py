@@ -35,14 +35,17 @@ def run(options: argparse.Namespace) -> int:
     except OSError as error:
         return cli.refuse("watch", str(error), True, 1)
     if options.job is not None:
-        found = {path: job for path, job in found.items() if _is_meant(job, options.job)}
+        found = {
+            path: job
+            for path, job in found.items()
+            if options.job in [*job["names"], *map(str, job["pids"])]
+        }
     heads = {path: job for path, job in found.items() if job["is_head"]} or found
     if len(heads) != 1:
         if options.job is None:
             for job in heads.values():
-                print(
-                    f"{job['job']}: {job['size']} ranks, {_list_processes(job)}: {job['command']}"
-                )
+                pids = ", ".join(map(str, job["pids"][:4])) + ", ..." * (len(job["pids"]) > 4)
+                print(f"{job['job']}: {job['size']} ranks, processes {pids}: {job['command']}")
         meant = "" if options.job is None else f" {options.job}"
         why = (
             f"several jobs{meant or ' run on this node'}; pass one of the numbers above" if heads
@@ -75,12 +78,3 @@ def _find_jobs() -> dict[Path, dict[str, Any]]:
         except OSError:
             continue
     return found
-
-
-def _is_meant(job: dict[str, Any], name: str) -> bool:
-    return name in [*job["names"], *map(str, job["pids"])]
-
-
-def _list_processes(job: dict[str, Any]) -> str:
-    pids = job["pids"]
-    return f"processes {', '.join(map(str, pids[:4]))}{', ...' * (len(pids) > 4)}"

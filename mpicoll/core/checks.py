@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mpicoll.arrays import adapters
 from mpicoll.arrays.protocols import Arrays
-from mpicoll.arrays.views import View, ViewList, find_shared
+from mpicoll.arrays.views import View, ViewList, find_conflict
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_indices, describe_value
 from mpicoll.core.plan import Blocks, Extent
@@ -150,7 +150,7 @@ def _check_same_dtype(primitive: Primitive, send: View, recv: View) -> None:
 
 
 def _check_disjoint(where: str, outputs: ViewList) -> None:
-    if shared := find_shared(outputs.parts):
+    if shared := find_conflict(list(enumerate(outputs.parts)), ()):
         raise ArgumentError(
             f"{where}: outputs [{shared[0]}] and [{shared[1]}] share memory; pass arrays that do "
             "not overlap"

@@ -1,4 +1,12 @@
-"""Process groups: ranks, communicators, and the list of all open groups."""
+"""Process groups: ranks, communicators, and the list of all open groups.
+
+group: the process group; None is the default group.
+global_rank: rank in the default group.
+group_rank: rank in the group.
+
+Raises NotInitializedError (a ValueError) before init_process_group, and ArgumentTypeError (a
+TypeError) for a group or a rank of another type.
+"""
 
 from __future__ import annotations
 
@@ -154,10 +162,7 @@ class ProcessGroup(Calls):
         return Options(self.backend, self.timeout, self.reproducible)
 
     def group_rank(self, global_rank: int) -> int | None:
-        """Return the rank in the group for a global rank, or None if it is not a member.
-
-        global_rank: rank in the default group.
-        """
+        """Return the rank in the group for a global rank, or None if it is not a member."""
         return self.group_ranks.get(global_rank)
 
     @property
@@ -610,43 +615,21 @@ def check_group_rank(group: ProcessGroup, rank: object, where: str) -> int:
 
 
 def get_rank(group: ProcessGroup | None = None) -> int:
-    """Return the rank of this process in a group.
-
-    group: the process group; None is the default group.
-
-    Returns the rank, or -1 on a rank outside the group.
-
-    Raises NotInitializedError (a ValueError) before init_process_group, and ArgumentTypeError (a
-    TypeError) if it is not a group.
-    """
+    """Return the rank of this process in a group, or -1 on a rank outside the group."""
     found = default_group() and resolve(group)
     return -1 if found is None else found.rank()
 
 
 def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks in a group.
-
-    group: the process group; None is the default group.
-
-    Returns the number, or -1 on a rank outside the group.
-
-    Raises NotInitializedError (a ValueError) before init_process_group, and ArgumentTypeError (a
-    TypeError) if it is not a group.
-    """
+    """Return the number of ranks in a group, or -1 on a rank outside the group."""
     found = default_group() and resolve(group)
     return -1 if found is None else found.size()
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
-    """Convert a global rank to a rank in a group.
+    """Convert a global rank to a rank in a group, which contains this rank.
 
-    group: a process group that contains this rank.
-    global_rank: rank in the default group.
-
-    Returns the rank in the group.
-
-    Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
-    ArgumentTypeError (a TypeError) for a rank that is not an int.
+    Raises ArgumentError (a ValueError) if the group has ended or does not contain both ranks.
     """
     found = find_open(group, "get_group_rank")
     rank = found.group_rank(check_index(global_rank, "get_group_rank: global_rank"))
@@ -659,26 +642,16 @@ def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
-    """Convert a rank in a group to a global rank.
+    """Convert a rank in a group, which contains this rank, to a global rank.
 
-    group: a process group that contains this rank.
-    group_rank: rank in the group.
-
-    Returns the rank in the default group.
-
-    Raises ArgumentError (a ValueError) if the group has ended or does not contain the rank, and
-    ArgumentTypeError (a TypeError) for a rank that is not an int.
+    Raises ArgumentError (a ValueError) if the group has ended or does not contain both ranks.
     """
     found = find_open(group, "get_global_rank")
     return found.ranks[check_group_rank(found, group_rank, "get_global_rank: group_rank")]
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """List the global ranks of a group.
-
-    group: the process group; None is the default group.
-
-    Returns them in the order of the ranks in the group.
+    """Return the global ranks of a group, in the order of the ranks in the group.
 
     Raises ArgumentError (a ValueError) for a group that has ended or does not contain this rank.
     """

@@ -173,7 +173,7 @@ class Plan:
         self.on_device = on_device
         self.implementation = implementation
         self.run = run
-        self.kind = encode_kind(self.primitive, self.dtype, self.op, 0, on_device)
+        self.kind = encode_kind(self.primitive, self.dtype, self.op, on_device)
         self.even = self.primitive.even
         self.compares = not on_device and self.dtype is not None
         self.fast_path_registered = False

@@ -26,16 +26,11 @@ _DTYPE, _PRIMITIVE, _ROOT, _DEVICE, _COMPARED, _LEVEL = 8, 16, 24, 56, 57, 58
 
 
 def encode_kind(
-    primitive: Primitive,
-    dtype: DType | None,
-    op: ReduceOp | None,
-    root: int,
-    on_device: bool = False,
+    primitive: Primitive, dtype: DType | None, op: ReduceOp | None, on_device: bool = False
 ) -> int:
-    """Return the kind of a call. root: -1 without a root, LIST for a list of calls."""
+    """Return the kind of a call without its root."""
     return (
         on_device << _DEVICE
-        | (root & 0xFFFFFFFF) << _ROOT
         | primitive.code << _PRIMITIVE
         | (_NONE if dtype is None else dtype.code) << _DTYPE
         | (_NONE if op is None else op.code)
@@ -103,7 +98,7 @@ def encode_task(name: str) -> tuple[int, int]:
 
 
 def with_root(kind: int, root: int) -> int:
-    """Return a kind with a root added."""
+    """Return a kind with a root added: -1 without a root, LIST for a list of calls."""
     return kind | (root & 0xFFFFFFFF) << _ROOT
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import control_messages, settings
 from mpicoll.cuda import mpi_support, probe_cache, runtime
 from mpicoll.cuda.probe_cache import HUNG, OK, ProbeOutcome
 from mpicoll.cuda.runtime import Runtime
 from mpicoll.errors import ArgumentError, UnsupportedError
-from mpicoll.launch.host_identity import node, ranks_by_node
+from mpicoll.launch.host_identity import node
 from mpicoll.launch.mpi_library import find_library
+from mpicoll.machine import ranks_by_value
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,10 +54,6 @@ class Capabilities(NamedTuple):
     def lacks_gpu(self) -> str:
         """Return the reason that this process has no GPU; "" if it has one."""
         return "" if self.gpus else f"a GPU ({self.no_gpu})"
-
-    def words(self) -> dict[str, Any]:
-        """Return the fields as a dict for JSON."""
-        return self._asdict()
 
 
 _known: Capabilities | None = None
@@ -156,7 +153,7 @@ def judge(found: Capabilities, claims: Sequence[str], outcome: ProbeOutcome | No
 
 def find_nodes(all_ranks: Sequence[Capabilities]) -> list[list[int]]:
     """Return the ranks of each node, in the order of their first ranks."""
-    return list(ranks_by_node([own.node for own in all_ranks]).values())
+    return list(ranks_by_value(own.node for own in all_ranks).values())
 
 
 def exchange(
@@ -204,7 +201,7 @@ def find_partners(nodes: Sequence[str], me: int) -> list[int]:
     Each rank is paired with the same local rank on the next node. If all nodes have the same number
     of ranks, a rank has at most two partners.
     """
-    ring, found = list(ranks_by_node(nodes).values()), set()
+    ring, found = list(ranks_by_value(nodes).values()), set()
     for place, here in enumerate(ring):
         after = ring[(place + 1) % len(ring)]
         for number, rank in enumerate(here):

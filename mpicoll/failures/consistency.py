@@ -25,15 +25,13 @@ from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.signature import describe, encode_comparison, with_root
 from mpicoll.errors import MismatchError
 from mpicoll.failures.report import DETAIL_HINT, describe_by_rank
-from mpicoll.kernels.calls import RecordEntry
+from mpicoll.kernels.calls import NO_CALL, RecordEntry
 from mpicoll.output import format_count
 from mpicoll.serialized_mpi import with_wait
 
 #: Each of a group's first calls is compared, then the record of each stride of calls. The first
 #: entry of a record is the last call before it, or the digest of all earlier calls.
 FIRST, STRIDE = 64, 64
-#: The record before the first call.
-_NO_CALL: RecordEntry = (0, 0, 0, 0)
 
 
 def digest(calls: tuple[tuple[int, ...], ...]) -> int:
@@ -127,7 +125,7 @@ def _describe_difference(group: ProcessGroup, calls: tuple[RecordEntry, ...]) ->
     longest, same = max(map(len, digests)), 0
     while same < longest and all(each[same : same + 1] == own[same : same + 1] for each in digests):
         same += 1
-    mine = calls[same] if same < len(calls) else _NO_CALL
+    mine = calls[same] if same < len(calls) else NO_CALL
     differing = control_messages.allgather(comm, (mine[0], describe_call(mine)), tuple[int, str])
     number = max(number for number, _ in differing)
     text = (

@@ -7,11 +7,10 @@ the same state share a line, so a report is short for any number of ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
-from itertools import count
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from mpicoll.machine import format_ranges
+from mpicoll.machine import format_ranges, ranks_by_value
 
 #: State of a rank: rank, host, pid, main (its main thread), state (running, stopped, ending, done,
 #: gone, silent), how (it has ended), calls (status_page.Cell of each group), and stacks (frames of
@@ -34,8 +33,6 @@ _HINTS = {
 
 #: The main functions of mpicoll's own threads.
 _OWN = "/mpicoll/failures/watchdog.py:", "/mpicoll/core/progress.py:"
-
-Text = TypeVar("Text", bound=Hashable)
 
 
 def parse_stacks(text: str) -> dict[str, list[str]]:
@@ -60,16 +57,9 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ordered) != 1)} {', '.join(shown)}"
 
 
-def _group_by_text(texts: Iterable[Text], ranks: Iterable[int]) -> dict[Text, list[int]]:
-    found: dict[Text, list[int]] = {}
-    for text, rank in zip(texts, ranks, strict=False):
-        found.setdefault(text, []).append(rank)
-    return found
-
-
 def describe_by_rank(texts: Iterable[str], ranks: Iterable[int] | None = None) -> str:
     """Join one text per rank as "ranks 0, 2: TEXT; rank 1: TEXT". ranks: by default 0, 1, ..."""
-    found = _group_by_text(texts, count() if ranks is None else ranks)
+    found = ranks_by_value(texts, ranks)
     return "; ".join(f"{format_ranks(group)}: {text}" for text, group in found.items())
 
 
@@ -175,7 +165,7 @@ def describe_states(
     The rarest come first. Lists at most ``_DESCRIPTIONS`` unless ``whole``.
     """
     texts = (tuple(_describe_state(one, call, whole)) for one in snapshots)
-    found = _group_by_text(texts, (one["rank"] for one in snapshots))
+    found = ranks_by_value(texts, (one["rank"] for one in snapshots))
     entries = sorted(found.items(), key=lambda entry: (len(entry[1]), min(entry[1])))
     shown = entries if whole else entries[:_DESCRIPTIONS]
     lines = []

@@ -88,7 +88,7 @@ class PythonCalls:
         self.group_ranks: dict[int, int] = {}
         self.next_check = 0
         self.compared = False
-        self._record: list[RecordEntry] = [_NO_CALL]
+        self._record: list[RecordEntry] = [NO_CALL]
         self._own = _LastCall()
         self._last = self._own
 
@@ -180,7 +180,7 @@ class PythonCalls:
         """From now on each call is compared as it runs; keep only the last record."""
         self.compared = True
         self.next_check = _NEVER
-        self._record = [_NO_CALL, self._record[-1]]
+        self._record = [NO_CALL, self._record[-1]]
 
     def drop_last(self) -> None:
         """Erase the record of the last call, whose mismatch was reported. Only if ``compared``."""
@@ -194,7 +194,7 @@ class PythonCalls:
 
 
 #: The record before the first call.
-_NO_CALL: RecordEntry = (0, 0, 0, 0)
+NO_CALL: RecordEntry = (0, 0, 0, 0)
 
 
 def _load() -> tuple[ModuleType | None, str]:

@@ -21,20 +21,10 @@ def run(
     timeout: float = 300.0,
     client: Any = None,
 ) -> list[Any]:
-    """Run a function on Dask workers, one rank per worker.
+    """Run a function on Dask workers, one rank per worker; see ``mpicoll.launch.workers``.
 
-    function: called as ``function(*args, **kwargs)`` on each rank, in a new process next to the
-        worker. It calls init_process_group itself, like a script under mpirun.
-    args, kwargs: the arguments of the function; pickled.
-    ranks: number of ranks, at most the number of workers. Ranks of one node are consecutive.
-    timeout: seconds for the workers to answer and for all ranks to start MPI.
+    ranks: at most the number of workers.
     client: the Client; None: the current one.
-
-    Returns the results of the function, by rank.
-
-    Raises the exception of a rank, after the other ranks were ended, with the rank's traceback as
-    the cause. Raises LaunchError if Dask has too few workers, if a worker
-    does not answer, or if a rank ends without an exception.
     """
     import cloudpickle
     import distributed

@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 #: Linux's ioctl request for the address of an interface.
@@ -62,17 +62,6 @@ def machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         inode = Path("/proc/self/ns/net").stat().st_ino
     return f"{boot or socket.gethostname()}/{inode}"
-
-
-def ranks_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
-    """Return the ranks of each node; nodes in the order of their first ranks.
-
-    nodes: the node of each rank.
-    """
-    found: dict[str, list[int]] = {}
-    for rank, name in enumerate(nodes):
-        found.setdefault(name, []).append(rank)
-    return found
 
 
 def node() -> str:

@@ -20,20 +20,9 @@ def run(
     timeout: float = 300.0,
     **options: Any,
 ) -> list[Any]:
-    """Run a function on Ray actors, one actor per rank.
+    """Run a function on Ray actors, one actor per rank; see ``mpicoll.launch.workers``.
 
-    function: called as ``function(*args, **kwargs)`` on each rank, in a new process next to the
-        actor. It calls init_process_group itself, like a script under mpirun.
-    args, kwargs: the arguments of the function; pickled.
-    ranks: number of ranks. Ranks of one node are consecutive.
-    timeout: seconds for Ray to schedule all actors and for all ranks to start MPI.
     options: of the actors, such as ``num_gpus=1``; ``num_cpus`` is 1 by default.
-
-    Returns the results of the function, by rank.
-
-    Raises the exception of a rank, after the other ranks were ended, with the rank's traceback as
-    the cause. Raises LaunchError if Ray cannot schedule the actors, or if a
-    rank ends without an exception.
     """
     import ray
     from ray import cloudpickle

@@ -131,12 +131,7 @@ def set_current(session: Session) -> None:
     _session = session
 
 
-def _detach_after_fork() -> None:
-    if _session is not None:
-        _session.detach()
-
-
-os.register_at_fork(after_in_child=_detach_after_fork)
+os.register_at_fork(after_in_child=lambda: _session.detach() if _session is not None else None)
 
 
 def _exit_status(code: int) -> int:

@@ -21,20 +21,15 @@ def run(
     timeout: float = 300.0,
     spark: Any = None,
 ) -> list[Any]:
-    """Run a function in the tasks of a barrier stage, one rank per task.
+    """Run a function in the tasks of a barrier stage, one rank per task; see
+    ``mpicoll.launch.workers``.
 
-    function: called as ``function(*args, **kwargs)`` on each rank, in a new process next to the
-        task. It calls init_process_group itself, like a script under mpirun.
-    args, kwargs: the arguments of the function; pickled.
-    ranks: number of ranks. Spark needs one free slot per rank at the same time.
+    ranks: Spark needs one free slot per rank at the same time; it orders the ranks.
     timeout: seconds for all ranks to start MPI.
     spark: the SparkSession; None: the active one, or a new one.
 
-    Returns the results of the function, by rank.
-
-    Raises the exception of a rank, after the other ranks were ended, with the rank's traceback as
-    the cause. Raises LaunchError if a rank ends without an exception, or
-    for a Spark Connect session. Errors of Spark, such as too few slots, are passed on.
+    Raises LaunchError also for a Spark Connect session. Errors of Spark, such as too few slots, are
+    passed on.
     """
     from pyspark import cloudpickle
     from pyspark.sql import SparkSession

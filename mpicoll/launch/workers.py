@@ -4,7 +4,17 @@ Each worker starts its rank in a child process (``worker_rank.py``), because MPI
 per process and an aborting rank must not end the worker. First the engine's channel carries one
 record per rank, ``Place``, with the address of the server that the worker of rank 0 has started.
 
-An exception of the function ends all ranks, like an uncaught exception under mpirun.
+The function ``run`` of each engine takes
+
+    function      called as ``function(*args, **kwargs)`` on each rank, in a new process next to the
+                  engine's worker. It calls init_process_group itself, like a script under mpirun.
+    args, kwargs  the arguments of the function; pickled.
+    ranks         number of ranks. Ranks of one node are consecutive.
+    timeout       seconds for the engine to start all workers, and for all ranks to start MPI.
+
+and returns the results of the function, by rank. It raises the exception of a rank, with the rank's
+traceback as the cause, after the other ranks were ended, like an uncaught exception under mpirun.
+It raises LaunchError if a rank ends without an exception, or if the engine cannot start them.
 """
 
 from __future__ import annotations

@@ -38,12 +38,6 @@ def datatype(dtype: DType) -> MPI.Datatype:
     return found
 
 
-def operation(name: str) -> MPI.Op:
-    """Return the MPI operation of that name."""
-    found: MPI.Op = getattr(MPI, name)
-    return found
-
-
 def message(buffer: Buffer, count: int, dtype: DType, start: int = 0) -> Message:
     """Return ``count`` elements of ``buffer`` from element ``start`` on, as mpi4py takes them. A
     count beyond a C int becomes one element of a derived datatype, which every MPI moves.

@@ -9,6 +9,9 @@ with several backends is torch's own ProcessGroup. A group with this backend onl
 - returns the Work of the backend. torch's own Work only has wait() and the future: it never
 completes and has no source rank;
 - bypasses the dispatcher if nothing observes calls, which halves the time of a small call.
+
+store: torch's store of a group.
+device: the ``device_id`` of ``init_process_group`` or ``new_group``; unused.
 """
 
 from __future__ import annotations
@@ -48,11 +51,7 @@ HAS_PYTHON_BACKENDS = hasattr(C.Backend, "supports_completion_hooks")
 def build_group(
     core: ProcessGroup, store: c10d.Store, device: torch.device | None = None
 ) -> c10d.ProcessGroup:
-    """Return torch's process group for a group of the core.
-
-    store: torch's store of the group.
-    device: the ``device_id`` of ``init_process_group`` or ``new_group``; unused.
-    """
+    """Return torch's process group for a group of the core."""
     if HAS_PYTHON_BACKENDS:
         return BackedGroup(TorchBackend(core), store, device)
     return TorchGroup(core, store, device)
@@ -246,8 +245,6 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
     """A process group of one ``TorchBackend``.
 
     backend: serves all devices.
-    store: torch's store of the group.
-    device: the ``device_id`` of ``init_process_group`` or ``new_group``; unused.
     """
 
     def __init__(
@@ -353,9 +350,6 @@ class TorchGroup(Collectives, DerivedGroups, c10d.ProcessGroup):  # type: ignore
     """The process group before torch 2.15, on a group of the core.
 
     It is its own backend, because torch's C++ finds no other.
-
-    store: torch's store of the group.
-    device: the ``device_id`` of ``init_process_group`` or ``new_group``; unused.
     """
 
     # torch checks these before it calls anything but collectives.

@@ -15,7 +15,7 @@ import torch.distributed as c10d
 from torch import Tensor
 
 from mpicoll import primitives
-from mpicoll.api import collectives
+from mpicoll.api import collectives, lifecycle
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.indices import check_index
 from mpicoll.core.work import Work, parse_timeout
@@ -121,11 +121,11 @@ class Collectives:
 
         Raises CollectiveTimeoutError if other ranks do not join the pending operations.
         """
-        core_groups.destroy(self.core)
+        core_groups.end(self.core, lifecycle.destroy_process_group)
 
     def abort(self) -> None:
         """End the group without waiting for pending operations."""
-        core_groups.abort(self.core)
+        core_groups.end(self.core, lifecycle.abort)
 
     # --- the path of every collective ------------------------------------------------------------
 

@@ -108,24 +108,11 @@ def split(
     return create_subgroup(global_ranks, limit, name, group.reproducible)
 
 
-def destroy(group: ProcessGroup) -> None:
-    """Wait for pending operations and end the group. For the default group, end all groups.
-
-    Raises CollectiveTimeoutError if other ranks do not join the pending operations.
-    """
-    _end(group, lifecycle.destroy_process_group)
-
-
-def abort(group: ProcessGroup) -> None:
-    """End the group without waiting for pending operations."""
-    _end(group, lifecycle.abort)
-
-
-def _end(group: ProcessGroup, end: Callable[[ProcessGroup], None]) -> None:
-    """End a group, and the base group after the last group that depends on it."""
+def end(group: ProcessGroup, by: Callable[[ProcessGroup], None]) -> None:
+    """End a group by a function, and the base group after the last group that depends on it."""
     global _base
     if group.closed is None and group is not _base:
-        end(group)
+        by(group)
     if _base is not None and state.groups == [_base]:
         _base = None
         lifecycle.destroy_process_group()

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import Team, team
+from driver import Call, Team, team
 from mpi4py import MPI
 
 import mpicoll as dist
+from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.failures import consistency
 from mpicoll.kernels import library
 from mpicoll.routes import registry
@@ -86,6 +87,38 @@ def pass_first_calls(group: Any) -> None:
     """Make a group's first calls, which the ranks compare by messages, and one stride more."""
     for _ in range(2 * consistency.FIRST + 2):
         dist.barrier(group)
+
+
+def check_mismatches(team: Team, odd: bool) -> None:
+    """Check that all ranks raise if the calls of the odd ranks differ, and that the group stays
+    usable.
+    """
+    f32, SUM = np.float32, ReduceOp.SUM
+    for count, dtype, op, words in (
+        (4097 if odd else 10**6, f32, SUM, "4097 elements of float32, SUM"),
+        (10**6 if odd else 4097, f32, SUM, "4097 elements of float32, SUM"),
+        (0 if odd else 1, f32, SUM, "all_reduce of 0 elements of float32, SUM"),
+        (700, np.int32 if odd else f32, SUM, "all_reduce of 700 elements of int32, SUM"),
+        (4096, f32, ReduceOp.AVG if odd else SUM, "4096 elements of float32, AVG"),
+        (4096, np.complex64 if odd else np.float64, SUM, "4096 elements of complex64"),
+    ):
+        for async_op in (False, True):
+            array = np.ones(count, dtype)
+            with pytest.raises(dist.MismatchError, match=f"rank {team.me} of .*{words}"):
+                work = dist.all_reduce(array, op, team.group, async_op=async_op)
+                if work is not None:
+                    work.wait()
+            Call("all_reduce", team, by_name["float32"], 300000, SUM).run()
+
+
+def check_size_mismatch(team: Team, odd: bool, count: int) -> None:
+    """Check that all ranks raise if the blocks of the odd ranks have one element more."""
+    words = f"reduce_scatter_single of {count + 1} elements of int32"
+    mine = count + odd
+    with pytest.raises(dist.MismatchError, match=words):
+        dist.reduce_scatter_single(
+            np.empty(mine, np.int32), np.ones(mine * team.size, np.int32), group=team.group
+        )
 
 
 def mapped_segments() -> int:

@@ -52,8 +52,8 @@ def test_one_rank_probes_for_each_gpu_model(mpi, fresh, monkeypatch):
     assert all(each.settled and not each.cuda for each in found)
     assert all("transfer hung" in each.problem for each in found)
     assert (
-        mpi.allgather([each.words() for each in found])
-        == [[each.words() for each in found]] * mpi.size
+        mpi.allgather([each._asdict() for each in found])
+        == [[each._asdict() for each in found]] * mpi.size
     )
     exchange(mpi, probes=True)
     assert len(fresh) == (mpi.rank < 2), "cached results are not probed again"

@@ -11,7 +11,14 @@ import time
 
 import numpy as np
 import pytest
-from conftest import check_usable, mapped_segments, needs_shared_memory, pass_first_calls
+from conftest import (
+    check_mismatches,
+    check_size_mismatch,
+    check_usable,
+    mapped_segments,
+    needs_shared_memory,
+    pass_first_calls,
+)
 from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
@@ -220,34 +227,16 @@ def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world, new_team
 @needs_shared_memory
 def test_collective_mismatch_raises_on_all_ranks(placed):
     """Within and between nodes: the error lists the calls, and the group stays usable."""
-    team, world = placed, by_name["float32"]
+    team, f32 = placed, np.float32
     assert has_levels(team)
     pass_first_calls(team.group)
-    f32, SUM = np.float32, ReduceOp.SUM
     nodes = hierarchy.get_or_create(team.group).nodes
     for odd in ({0}, {team.size - 1}, set(nodes[-1]), set(nodes[0])):
         mine = team.me in odd
-        for count, dtype, op, words in (
-            (5001 if mine else 10**6, f32, SUM, "all_reduce of 5001 elements of float32, SUM"),
-            (10**6 if mine else 5001, f32, SUM, "all_reduce of 5001 elements of float32, SUM"),
-            (0 if mine else 1, f32, SUM, "all_reduce of 0 elements of float32, SUM"),
-            (700, np.int32 if mine else f32, SUM, "all_reduce of 700 elements of int32, SUM"),
-            (700, f32, ReduceOp.AVG if mine else SUM, "700 elements of float32, AVG"),
-        ):
-            for async_op in (False, True):
-                array = np.ones(count, dtype)
-                with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}"):
-                    work = dist.all_reduce(array, op, team.group, async_op=async_op)
-                    if work is not None:
-                        work.wait()
-                Call("all_reduce", team, world, 300000, SUM).run()
+        check_mismatches(team, mine)
         if not hierarchy.get_or_create(team.group).even:
             continue
-        count = 900 + mine
-        with pytest.raises(MismatchError, match="reduce_scatter_single of 901 elements of int32"):
-            dist.reduce_scatter_single(
-                np.empty(count, np.int32), np.ones(count * team.size, np.int32), group=team.group
-            )
+        check_size_mismatch(team, mine, 900)
         with pytest.raises(MismatchError, match=f"ranks? .*{team.me}.*: all_reduce of 900 ele"):
             if mine:
                 dist.reduce_scatter_single(
@@ -255,7 +244,7 @@ def test_collective_mismatch_raises_on_all_ranks(placed):
                 )
             dist.all_reduce(np.ones(900, f32), group=team.group)
     for name in ROUTED:
-        Exact(name, team, world, 3000, SUM).run()
+        Exact(name, team, by_name["float32"], 3000, ReduceOp.SUM).run()
 
 
 @needs_shared_memory

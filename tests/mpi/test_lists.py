@@ -12,7 +12,7 @@ from driver import Call, legal_operations, use_route
 
 import mpicoll as dist
 from mpicoll.arrays.adapters import build_view
-from mpicoll.arrays.views import find_shared
+from mpicoll.arrays.views import find_conflict
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes.host import lists
@@ -143,7 +143,8 @@ def test_overlap_check_agrees_with_numpy():
             for i, j in itertools.combinations(range(len(blocks)), 2)
             if np.shares_memory(blocks[i], blocks[j])
         }
-        shared = find_shared([build_view(block, True, "block") for block in blocks])
+        views = [build_view(block, True, "block") for block in blocks]
+        shared = find_conflict(list(enumerate(views)), ())
         assert (shared in pairs) if pairs else shared is None, [block.shape for block in blocks]
         found.add(shared is None)
     assert found == {True, False}

@@ -12,6 +12,8 @@ import numpy as np
 import oracle
 import pytest
 from conftest import (
+    check_mismatches,
+    check_size_mismatch,
     check_usable,
     mapped_segments,
     needs_2_ranks,
@@ -183,7 +185,7 @@ def test_async_call_runs_inline_without_spare_processors(world, new_team, monkey
     monkeypatch.setattr(shared, "INLINE_WAIT_S", 20.0)
     team = new_team(f"{per_rank} processors a rank")
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
-    kind = encode_kind(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM, 0)
+    kind = encode_kind(NAMES["all_reduce"], by_name["float32"], ReduceOp.SUM)
     asks = team.group.resources.find("shared").should_run_inline
     assert asks(kind, 5000) == (per_rank < 2)
     array = np.ones(5000, np.float32)
@@ -271,75 +273,42 @@ def test_collective_mismatch_raises_on_all_ranks(new_team, barrier_kind):
     pass_first_calls(team.group)
     odd = team.me == team.size - 1
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
-    for count, dtype, op, words in (
-        (4097 if odd else 10**6, np.float32, ReduceOp.SUM, "4097 elements of float32, SUM"),
-        (10**6 if odd else 4097, np.float32, ReduceOp.SUM, "4097 elements of float32, SUM"),
-        (4096, np.int32 if odd else np.float32, ReduceOp.SUM, "4096 elements of int32, SUM"),
-        (4096, np.float32, ReduceOp.AVG if odd else ReduceOp.SUM, "float32, AVG"),
-        (4096, np.complex64 if odd else np.float64, ReduceOp.SUM, "4096 elements of complex64"),
-    ):
-        for async_op in (False, True):
-            array = np.ones(count, dtype)
-            with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}"):
-                work = dist.all_reduce(array, op, team.group, async_op=async_op)
-                if work is not None:
-                    work.wait()
-            Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
-    count = 50000 + odd
-    with pytest.raises(MismatchError, match="reduce_scatter_single of 50001 elements of int32"):
-        dist.reduce_scatter_single(
-            np.empty(count, np.int32), np.ones(count * team.size, np.int32), group=team.group
-        )
+    check_mismatches(team, odd)
+    check_size_mismatch(team, odd, 50000)
     Call("all_reduce", team, by_name["float32"], 300000, ReduceOp.SUM).run()
 
 
-def other_root(team, odd):
-    dist.broadcast(np.ones(7, np.float32), group=team.group, group_src=int(odd))
+SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
+#: A call (name, count, op, root) of all ranks but the last, that of the last, and its description.
+LAZY = [
+    (("broadcast", 7), ("all_reduce", 7, SUM), "all_reduce of 7 elements of float32, SUM"),
+    (("broadcast", 7), ("broadcast", 7, None, 1), "broadcast of 7 elements of float32, src 1"),
+    (("broadcast", 40000), ("broadcast", 40001), "broadcast of 40001 elements of float32, src 0"),
+    (("broadcast", 1), ("broadcast", 1 << 18), "broadcast of 262144 elements of float32, src 0"),
+    (("reduce", 7, SUM), ("reduce", 7, MAX), "reduce of 7 elements of float32, MAX, dst 0"),
+    (("scan", 7, SUM), ("exscan", 7, SUM), "exscan of 7 elements of float32"),
+]
+by_case = pytest.mark.parametrize(
+    ("usual", "other", "words"), LAZY, ids=[words for *_, words in LAZY]
+)
 
 
-def other_count(team, odd):
-    dist.broadcast(np.ones(40000 + odd, np.float32), group=team.group, group_src=0)
-
-
-def other_size(team, odd):
-    dist.broadcast(np.ones(1 << 18 if odd else 1, np.float32), group=team.group, group_src=0)
-
-
-def other_op(team, odd):
-    op = ReduceOp.MAX if odd else ReduceOp.SUM
-    dist.reduce(np.ones(7, "f4"), op=op, group=team.group, group_dst=0)
-
-
-def other_scan(team, odd):
-    (dist.exscan if odd else dist.scan)(np.ones(7, "f4"), np.ones(7, "f4"), group=team.group)
-
-
-def other_function(team, odd):
-    dist.all_reduce(np.ones(7, "f4"), group=team.group) if odd else other_root(team, odd)
-
-
-LAZY = {
-    other_function: "all_reduce of 7 elements of float32, SUM",
-    other_root: "broadcast of 7 elements of float32, src 1",
-    other_count: "broadcast of 40001 elements of float32, src 0",
-    other_size: "broadcast of 262144 elements of float32, src 0",
-    other_op: "reduce of 7 elements of float32, MAX, dst 0",
-    other_scan: "exscan of 7 elements of float32",
-}
+def start_lazy(team, usual, other):
+    name, *rest = other if team.me == team.size - 1 else usual
+    Call(name, team, by_name["float32"], *rest).start()
 
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
-def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, call):
+@by_case
+def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, usual, other, words):
     """On every rank, whatever it calls, with the calls at fault. The group then takes no calls."""
-    team = sharing_team(f"lazy, {call.__name__}", world)
-    odd = team.me == team.size - 1
-    with pytest.raises(MismatchError, match=f"rank {team.me} of .*{LAZY[call]}") as error:
-        call(team, odd)
+    team = sharing_team(f"lazy, {words}", world)
+    with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}") as error:
+        start_lazy(team, usual, other)
         for _ in range(16):
             dist.broadcast(np.ones(1), group=team.group, group_src=0)
-    for again in (lambda: call(team, odd), lambda: dist.barrier(team.group)):
+    for again in (lambda: start_lazy(team, usual, other), lambda: dist.barrier(team.group)):
         with pytest.raises(MismatchError, match="cannot be used any more") as later:
             again()
         assert str(later.value) == str(error.value)
@@ -456,13 +425,13 @@ def test_mpi_is_not_called_if_one_rank_must_not_block_in_it(world, monkeypatch):
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.parametrize("call", LAZY, ids=lambda call: call.__name__)
-def test_detail_compares_lazy_calls_before_they_run(world, call, monkeypatch):
+@by_case
+def test_detail_compares_lazy_calls_before_they_run(world, usual, other, words, monkeypatch):
     """All ranks raise the error in the same call, and the group stays usable."""
     monkeypatch.setattr(debug_level, "_level", dist.DebugLevel.DETAIL)
-    team = sharing_team(f"in detail, {call.__name__}", world)
-    with pytest.raises(MismatchError, match=f"rank {team.me} of .*{LAZY[call]}"):
-        call(team, team.me == team.size - 1)
+    team = sharing_team(f"in detail, {words}", world)
+    with pytest.raises(MismatchError, match=f"rank {team.me} of .*{words}"):
+        start_lazy(team, usual, other)
     Call("broadcast", team, by_name["float32"], 300, None, team.size - 1).run()
 
 

@@ -13,7 +13,7 @@ from time import sleep
 import numpy as np
 import pytest
 from conftest import check_usable, needs_2_ranks, pass_first_calls, run_threads
-from driver import use_route
+from driver import Call, use_route
 from test_shared import sharing_team
 
 import mpicoll as dist
@@ -272,30 +272,27 @@ def test_native_code_reads_tensor_attributes(team):
 def test_collective_mismatch_raises_for_every_path(new_team, one, other, word):
     """In the first calls and in later ones, no rank blocks and the group stays usable."""
     team = new_team(f"{one} against {other}")
-    n, last, group, usual = team.size, team.size - 1, team.group, np.ones(3, np.float32)
+    last, group, usual = team.size - 1, team.group, np.ones(3, np.float32)
 
-    def gather_to(root):
-        into = [np.zeros_like(usual) for _ in range(n)] if team.me == root else None
-        dist.gather(usual, into, group=group, group_dst=root)
+    def start(name, dtype="float32", count=3, op=None, root=0):
+        return lambda: Call(name, team, by_name[dtype], count, op, root).start()
 
     calls_of = {
-        "sum": lambda: dist.all_reduce(usual, SUM, group),
-        "maximum": lambda: dist.all_reduce(usual, MAX, group),
-        "sum with a factor": lambda: dist.all_reduce(usual, ReduceOp.PREMUL_SUM(2.0), group),
-        "4": lambda: dist.all_reduce(np.ones(4, np.float32), SUM, group),
-        "300000": lambda: dist.all_reduce(np.ones(300000, np.float32), SUM, group),
-        "int32": lambda: dist.all_reduce(np.ones(3, np.int32), SUM, group),
+        "sum": start("all_reduce", op=SUM),
+        "maximum": start("all_reduce", op=MAX),
+        "sum with a factor": start("all_reduce", op=ReduceOp.PREMUL_SUM),
+        "4": start("all_reduce", count=4, op=SUM),
+        "300000": start("all_reduce", count=300000, op=SUM),
+        "int32": start("all_reduce", "int32", op=SUM),
+        "broadcast": start("broadcast"),
+        "reduce to the first": start("reduce", op=SUM),
+        "reduce to the last": start("reduce", op=SUM, root=last),
+        "gather to the first": start("gather"),
+        "gather to the last": start("gather", root=last),
+        "all_to_all_single": start("all_to_all_single"),
         "barrier": lambda: dist.barrier(group),
-        "broadcast": lambda: dist.broadcast(usual, group=group, group_src=0),
-        "reduce to the first": lambda: dist.reduce(usual, group=group, group_dst=0),
-        "reduce to the last": lambda: dist.reduce(usual, group=group, group_dst=last),
-        "gather to the first": lambda: gather_to(0),
-        "gather to the last": lambda: gather_to(last),
         "list": lambda: dist.all_reduce_coalesced([usual, usual.copy()], group=group),
-        "all_to_all_single": lambda: dist.all_to_all_single(
-            np.zeros(3 * n), np.ones(3 * n), group=group
-        ),
-        "objects": lambda: dist.all_gather_object([None] * n, "x", group),
+        "objects": lambda: dist.all_gather_object([None] * team.size, "x", group),
     }
     with pytest.raises(MismatchError, match=r"(?s)collective mismatch.*rank 1:") as caught:
         calls_of[one if team.me == 1 else other]()

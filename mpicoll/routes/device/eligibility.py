@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from mpicoll import settings
 from mpicoll.cuda.capabilities import Capabilities, find_nodes
 from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
+from mpicoll.machine import ranks_by_value
 from mpicoll.routes import registry
 
 #: The variable that forces a device route.
@@ -51,11 +52,8 @@ def with_used(
 def describe_missing(name: str, all_ranks: Sequence[Capabilities]) -> str:
     """Describe the missing requirements of a route, with the ranks; "" if all are met."""
     route = registry.DEVICE[name]
-    lacking: dict[str, list[int]] = {}
-    for rank, own in enumerate(all_ranks):
-        lack = route.needs.missing_reason(own)
-        if lack:
-            lacking.setdefault(lack, []).append(rank)
+    lacking = ranks_by_value(map(route.needs.missing_reason, all_ranks))
+    lacking.pop("", None)
     missing = [f"{_describe_ranks(ranks)} lacks {lack}" for lack, ranks in lacking.items()]
     place, first = route.needs.placement, all_ranks[0]
     away = [rank for rank, own in enumerate(all_ranks) if own.node != first.node]

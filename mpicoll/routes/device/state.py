@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,6 +13,7 @@ from mpicoll import control_messages
 from mpicoll.core.plan import CallKind, Extent, Implementation, Run, agreed_sizes
 from mpicoll.core.signature import decode_primitive, encode_kind, encode_sizes, with_root
 from mpicoll.core.work import deadline
+from mpicoll.cuda.streams import poll_until
 from mpicoll.errors import DistBackendError, MismatchError
 from mpicoll.failures.report import describe_by_rank
 from mpicoll.routes.algorithms import premultiplied
@@ -143,7 +143,7 @@ def signature_of(kind: CallKind, extent: Extent, root: int) -> tuple[int, int]:
     """Return the signature of a call, which must be the same on all ranks."""
     primitive, _, op, dtype = kind
     number = encode_sizes(agreed_sizes(primitive, extent))
-    return with_root(encode_kind(primitive, dtype, op, 0, True), root), number
+    return with_root(encode_kind(primitive, dtype, op, True), root), number
 
 
 def exception_of(task: Callable[[], object]) -> Exception | None:
@@ -189,10 +189,8 @@ def timed_barrier(group: ProcessGroup, limit: float) -> bool:
     moment = deadline(limit)
 
     def wait(request: MPI.Request, status: MPI.Status | None) -> None:
-        while not request.Test():
-            if time.monotonic() > moment:
-                raise TimeoutError
-            time.sleep(1e-4)
+        if not poll_until(request.Test, moment):
+            raise TimeoutError
 
     try:
         dissemination_barrier(group.inner, range(group.size()), _TAG, wait)

@@ -21,7 +21,7 @@ from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.failures import lost_ranks
 from mpicoll.failures.report import describe_by_rank
-from mpicoll.launch.host_identity import ranks_by_node
+from mpicoll.machine import ranks_by_value
 from mpicoll.routes.host import shared
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
@@ -120,7 +120,7 @@ def get_or_create(group: ProcessGroup) -> Hierarchy | None:
 
 def _create(group: ProcessGroup) -> Hierarchy | None:
     names = control_messages.allgather(group.tested, node_of(), str)
-    nodes = list(ranks_by_node(names).values())
+    nodes = list(ranks_by_value(names).values())
     largest = max(map(len, nodes))
     if len(nodes) == 1 or not 1 < largest <= shared.MAX_RANKS:
         return None
@@ -203,7 +203,7 @@ class HierarchyCall:
 
     def __init__(self, hierarchy: Hierarchy, kind: CallKind, count: int) -> None:
         self.count = count
-        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op, 0)
+        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op)
         words = f"{self._signature} {count}".encode()
         self._number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
         self._kind, self._hierarchy = kind, hierarchy

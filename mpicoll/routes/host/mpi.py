@@ -24,7 +24,7 @@ from mpicoll.kernels.library import address_of, kernels
 from mpicoll.kernels.reduction import find_loop
 from mpicoll.routes.host.lists import count_per_chunk
 from mpicoll.routes.route import Route, Serves
-from mpicoll.routes.wire import INT_MAX, datatype, message, operation
+from mpicoll.routes.wire import INT_MAX, datatype, message
 
 if TYPE_CHECKING:
     from mpicoll.core.groups import ProcessGroup
@@ -304,7 +304,8 @@ def _prefix(kind: CallKind) -> Run:
 def _mpi_operation(op: ReduceOp, dtype: DType) -> MPI.Op:
     name = op.mpi_logical if dtype.kind is Kind.BOOL else op.mpi
     assert name is not None
-    return operation(name)
+    found: MPI.Op = getattr(MPI, name)
+    return found
 
 
 def _divide(buffer: Buffer, count: int, dtype: DType, n: int) -> None:

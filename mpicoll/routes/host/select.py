@@ -107,7 +107,7 @@ def _compared(kind: CallKind, inner: Implementation) -> Implementation:
     primitive, group, op, dtype = kind
     if group.size() == 1:
         return inner
-    signature, run = encode_kind(primitive, dtype, op, 0), inner.run
+    signature, run = encode_kind(primitive, dtype, op), inner.run
 
     def compared(send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
         if group.agree is not None:

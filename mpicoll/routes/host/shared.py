@@ -219,7 +219,7 @@ class Shared:
             ),
             mpi=self._describe_mpi(kind),
             processes=ctypes.addressof(self._processes) if self._processes and op is None else 0,
-            signature=encode_kind(primitive, dtype, op, 0),
+            signature=encode_kind(primitive, dtype, op),
             divisor=max(1, len(kind.combined)) if op is ReduceOp.AVG else 1,
             size=dtype.itemsize // parts,
             numbers_per_element=parts,

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.any_mpi
 
 # --- reports ------------------------------------------------------------------------------------
 
-_KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None, 0)
+_KIND = encode_kind(PRIMITIVES[0], DTYPES[0], None)
 
 
 def _call(number, inside, **changed):

@@ -276,36 +276,45 @@ ifneq ($(ONE),impi)
 endif
 
 gpu-environment: environment
-	$(PIP) -e '.[cuda$(CUDA)]' libucx-cu$(CUDA)
-
-EDITABLE := .cache/editable-$(notdir $(PYTHON))
-INSTALL = `ls $(EDITABLE)/*.whl`
+	@$(INSTALL)'[cuda$(CUDA)]' libucx-cu$(CUDA)
 
 # The stamps: pip runs again when what is installed or compiled has changed.
 BUILT := pyproject.toml $(wildcard mpicoll/__init__.py mpicoll/kernels/src/*)
 
-$(VENV)/.demo: $(EDITABLE) | $(VENV)/bin/python
+# An editable installation of this folder as a wheel, so that the C sources are compiled once for all
+# environments. The libraries are in mpicoll/ and work with every Python, and so does the wheel.
+EDITABLE := .cache/editable$(subst /,-,$(CURDIR))
+INSTALL = $(PIP) `echo $(EDITABLE)/*.whl`
+
+$(EDITABLE): $(BUILT) | $(VENV)/bin/python
+	@rm -rf $@ $@.new && mkdir -p $@.new && echo 'compiling the C library of mpicoll'
+	@$(PIP) 'setuptools>=77'
+	@$(VENV)/bin/python -c 'from setuptools.build_meta import *; build_editable("$@.new")' \
+	    > $@.new/log 2>&1 || { cat $@.new/log; exit 1; }
+	@wheel=`echo $@.new/*.whl` && mv $$wheel $${wheel%-*-*-*}-py3-none-any.whl && mv $@.new $@
+
+$(VENV)/.mpicoll: $(EDITABLE) | $(VENV)/bin/python
+	$(call install,mpicoll,--no-deps --force-reinstall $(EDITABLE)/*.whl)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.mpicoll
 	$(if $(wheel_$(ONE)),$(call install,$(wheel_$(ONE)),$(wheel_$(ONE))))
-	$(call install,mpicoll,$(INSTALL))
+	@$(INSTALL)
 	$(call install,scikit-learn (for the demo),scikit-learn)
 	@touch $@
 
-$(VENV)/.test: $(EDITABLE) | $(VENV)/bin/python
-	$(call install,mpicoll and the requirements of its tests,$(INSTALL)'[test]' $(wheel_$(ONE)))
+$(VENV)/.test: $(VENV)/.mpicoll
+	@echo 'installing the requirements of the tests into $(VENV)'
+	@$(INSTALL)'[test]' $(wheel_$(ONE))
 	@touch $@
 
-$(VENV)/.lint: pyproject.toml | $(VENV)/.test
-	$(call install,ruff and mypy,$(INSTALL)'[lint]')
+$(VENV)/.lint: pyproject.toml | $(VENV)/.mpicoll
+	@$(INSTALL)'[lint]'
 	@touch $@
 
-# An editable installation as a wheel: the C sources are compiled once for all environments.
-$(EDITABLE): $(BUILT) | $(VENV)/bin/python
-	@rm -rf $@ && mkdir -p $@ && echo 'compiling the C library of mpicoll'
-	@$(PIP) 'setuptools>=77' && $(VENV)/bin/python -c \
-	    'from setuptools.build_meta import build_editable; build_editable("$@")' > $@/log 2>&1 || { cat $@/log; exit 1; }
-
-$(VENV)/.docs: pyproject.toml | $(EDITABLE)
-	$(call install,the requirements of the site,$(INSTALL)'[docs]')
+$(VENV)/.docs: pyproject.toml | $(VENV)/.mpicoll
+	@echo 'installing the requirements of the site into $(VENV)'
+	@$(INSTALL)'[docs]'
 	@touch $@
 
 $(VENV)/bin/python:

@@ -249,7 +249,8 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
     terms = {PLAIN: ["not waits"], WAITS: ["waits"]}.get(part, [])
     terms += [] if first else ["not any_mpi"]
     terms += ["not slow"] if arguments.quick else []
-    terms += [] if arguments.full or arguments.pytest else ["not nightly"]
+    asked = "-k" in arguments.pytest or any(map(parts_of, arguments.pytest))
+    terms += [] if arguments.full or asked else ["not nightly"]
     if not (arguments.full or arguments.ranks):
         terms += ["on_4" if part == MPI else "not up_to_3"] if number > 3 else []
         terms += ["not on_3"] if number in (1, 2) and not arguments.quick else []

@@ -334,6 +334,36 @@ def test_head_monitor_reports_the_first_lost_rank_of_all_nodes(nodes, first, exp
     assert other.end() == ""
 
 
+def test_head_waits_for_its_own_rank_that_is_ending(nodes, monkeypatch):
+    head, address = _make_head(nodes, ranks=1, size=3)
+    other = nodes(first=1, ranks=2, size=3, addresses=[address])
+    (first,) = head.processes
+    monkeypatch.setattr(node_monitor, "is_dying", lambda pid: pid == first.pid)
+    for node in (head, other):
+        node.start()
+    first.stdin.write(b"\n")
+    first.stdin.flush()
+    while not (head.monitor._nodes and head.monitor._dying):
+        time.sleep(0.01)
+    other.kill(KILL, 0)
+    time.sleep(0.3)  # the head has the loss of the other node
+    assert "lost: rank 0 of 3" in head.end()
+
+
+def test_head_asks_a_node_that_connects_after_a_loss(nodes, monkeypatch):
+    monkeypatch.setattr(node_monitor, "_NODES_TIMEOUT_S", 30)
+    head, address = _make_head(nodes, ranks=2, size=3)
+    other = nodes(first=2, ranks=1, size=3, addresses=[address])
+    other.kill(KILL)
+    head.start()
+    for process in head.processes:
+        os.kill(process.pid, KILL)
+    while not head.monitor._losses:
+        time.sleep(0.01)
+    other.start()
+    assert "lost: rank 2 of 3" in head.end()
+
+
 ATTACKS = [
     '{"proof": "é"}\n'.encode(),
     b"[" * 4000 + b"\n",

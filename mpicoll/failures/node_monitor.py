@@ -50,8 +50,9 @@ _CHECK_INTERVAL_S = 1.0  # of the processes
 _STACKS_TIMEOUT_S = 2.0  # to collect the stacks of all ranks of a node
 _END_TIMEOUT_S = 0.1  # for the system to report how a process has ended
 _KILL_GRACE_S = 10.0  # for a rank that was ordered to end
-#: Times to wait for ranks that are ending, and for other nodes, before the cause is decided.
-_DYING_TIMEOUT_S, _NODES_TIMEOUT_S = 2.0, 3.0
+#: Times to wait for ranks that are ending, for nodes that have not connected, and for reports of
+#: connected nodes, before the cause is decided.
+_DYING_TIMEOUT_S, _NODES_TIMEOUT_S, _REPORTS_TIMEOUT_S = 2.0, 0.5, 3.0
 #: Timeout of a connection to one address of the head, and time that the head may take to start.
 _CONNECT_TIMEOUT_S, _START_TIMEOUT_S = 3.0, 30.0
 #: Maximum number of connections without a handshake, in addition to those of all nodes.
@@ -283,6 +284,8 @@ class NodeMonitor(LineServer[JsonConnection]):
                 self.add(line)
                 self._head = line
                 stack.pop_all()
+                with self.checked(line):
+                    self.handle_all(line)  # messages that came with the proof
                 return
 
     def welcome(self, sock: socket.socket) -> None:
@@ -321,6 +324,8 @@ class NodeMonitor(LineServer[JsonConnection]):
                     self.close_listener(sock)  # all nodes have connected
             self._send(line, {"proof": mac(self._given["secret"], "head", message["nonce"])})
             self._nodes.append(line)
+            if self._decide_at < _NEVER:
+                self._ask_for_reports([line])
         elif line is self._head and "report" in message:
             self._is_asked = True
         elif line is self._head:
@@ -364,12 +369,18 @@ class NodeMonitor(LineServer[JsonConnection]):
             self._losses.append((when, news["lost"], bool(news["alone"])))
         else:
             self._ended_at = min(self._ended_at, when)
-        if self._decide_at == _NEVER:
+        if self._decide_at == _NEVER and not self._is_decided:
             at_once = self._has_all_ranks or self._survives_losses
             self._decide_at = time.monotonic() + (0.0 if at_once else _NODES_TIMEOUT_S)
-            self._behind = set() if at_once else set(self._nodes)
-            for line in list(self._behind):
-                self._send(line, {"report": True})  # earlier events
+            self._ask_for_reports(list(self._nodes))
+
+    def _ask_for_reports(self, lines: list[JsonConnection]) -> None:
+        """Ask other nodes to report their earlier events before the cause is decided."""
+        if lines and not self._survives_losses:
+            self._decide_at = time.monotonic() + _REPORTS_TIMEOUT_S
+            self._behind.update(lines)
+            for line in lines:
+                self._send(line, {"report": True})
 
     # --- how the job ends ------------------------------------------------------------------------
 
@@ -437,8 +448,8 @@ class NodeMonitor(LineServer[JsonConnection]):
         A rank that ended alone counts before ranks of another node that ended together, because a
         launcher kills the ranks of the other nodes together.
         """
-        is_complete = self._seen >= self.size and not self._behind and self._decide_at < _NEVER
-        if time.monotonic() < self._decide_at and not is_complete:
+        is_complete = self._seen >= self.size and not self._behind and not self._dying
+        if self._decide_at == _NEVER or (time.monotonic() < self._decide_at and not is_complete):
             return
         self._decide_at = _NEVER
         if self._is_decided:
@@ -446,11 +457,11 @@ class NodeMonitor(LineServer[JsonConnection]):
         losses = [one for one in self._losses if one[0] < self._ended_at]
         losses.sort(key=lambda one: (not one[2], one[0]))
         self._losses = []
+        ends_ranks = bool(losses) and not self._survives_losses
+        self._is_decided = ends_ranks or self._ended_at < _NEVER
         for _, lost, alone in losses if self._survives_losses else losses[:1]:
             self._report_loss(lost, alone)
-        ends_ranks = bool(losses) and not self._survives_losses
-        if ends_ranks or self._ended_at < _NEVER:
-            self._is_decided = True
+        if self._is_decided:
             for line in list(self._nodes):
                 self._send(line, {"end": ends_ranks})
         if ends_ranks:
@@ -478,6 +489,9 @@ class NodeMonitor(LineServer[JsonConnection]):
     def _end_with_launcher(self) -> None:
         """End the ranks because their launcher, which would end them, has ended."""
         self._end_at = _NEVER
+        if self._losses:
+            self._decide_at = 0.0
+            self._decide()
         if all(one.is_quiet for one in self._ranks if one.is_alive) or self._kill_at < _NEVER:
             return
         if not self._ending:

@@ -1388,6 +1388,8 @@ EXPORT int mpicoll_shared_fused(const struct mpicoll_plan *plan, char **send, ch
             to[k] = k < blocks_received(plan) ? recv[k * n + i] : NULL;
         }
         const int result = exchange_blocks(plan, from, to, &count, 1, 0, number);
+        if (result < 0) /* an error of MPI: the other ranks may go on with the next array */
+            mpicoll_shared_close(plan->shared);
         if (result <= 0)
             return result;
     }

@@ -155,9 +155,6 @@ def test_publish_keeps_the_sections_of_other_processors(tmp_path: Path) -> None:
     assert sections("sizes")["P 1"] == sections("sizes")["P 1"] != first
 
 
-# --- short runs ---------------------------------------------------------------------------------
-
-
 def measure(file: Path, *words: str) -> dict[str, Any]:
     """Return the record of a short run on two ranks."""
     done = run_program(

@@ -109,6 +109,7 @@ test-nightly:  ## what needs large downloads or hours: clients, the newest torch
 	$(MAKE) --no-print-directory test ARGS=--full
 	$(MAKE) --no-print-directory test-clients
 	$(MAKE) --no-print-directory test-torch-latest
+	$(MAKE) --no-print-directory test-gpu-emulated
 	$(MAKE) --no-print-directory test-gpu-emulated-torch
 	$(MAKE) --no-print-directory test-removed-waits
 	$(MAKE) --no-print-directory test-slurm

@@ -74,6 +74,7 @@ def check(array, expected):
         assert np.array_equal(part.view(words), expected[: part.size].view(words)), start
 
 
+@pytest.mark.nightly
 def test_broadcast_of_more_than_2_31_elements(world, memory):
     if world.me == 1:
         fill(memory, 1)

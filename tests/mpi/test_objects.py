@@ -160,7 +160,7 @@ def test_restricted_pickle_nests(world):
 
 
 @on_2_ranks
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_object_of_more_than_2_gib(world):
     if free() < 14:
         pytest.skip(f"needs 14 GiB of free memory, got {free():.0f}")

@@ -241,7 +241,7 @@ coverage: environment  ## which share of mpicoll/ the tests run, the plain ones 
 # What git tracks, or, where there is no checkout, the folders of the project: not what users add.
 TRACKED = $(wildcard $(shell git ls-files '*.py' '*.md' pyproject.toml 2>/dev/null))
 LINTED = $(or $(TRACKED),benchmarks docs jobs mpicoll tests README.md pyproject.toml)
-lint: $(VENV)/.test $(VENV)/.lint  ## ruff, mypy, and whether the tables of the pages are those of the code
+lint: $(VENV)/.test $(VENV)/.lint  ## ruff, mypy, and a check that the tables of the pages match the code
 	$(VENV)/bin/ruff check $(LINTED)
 	$(VENV)/bin/ruff format --check $(LINTED)
 	$(VENV)/bin/mypy

@@ -240,7 +240,7 @@ def torch_table(found: Sequence[Results]) -> list[str]:
 def parts(found: Sequence[Results]) -> dict[str, dict[str, list[str]]]:
     """Return the generated parts of docs/ by page and mark."""
     ran = [f"- {line}" for line in about(found) if "not supported" not in line]  # "-" in the tables
-    usual = {MPI4PY, FACADE, TORCH, GLOO}  # in tables of their own
+    usual = {MPI4PY, FACADE, TORCH, GLOO}  # which separate tables show
     others = [one for one in found if {x["case"] for x in one.find(section="contest")} - usual]
     return {
         "measurements.md": {

@@ -279,7 +279,8 @@ def test_collective_mismatch_raises_on_all_ranks(new_team, barrier_kind):
 
 
 SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
-#: A call (name, count, op, root) of all ranks but the last, that of the last, and its description.
+#: The call (name, count, op, root) of each earlier rank, of the last rank, and the description
+#: of the last rank's call.
 LAZY = [
     (("broadcast", 7), ("all_reduce", 7, SUM), "all_reduce of 7 elements of float32, SUM"),
     (("broadcast", 7), ("broadcast", 7, None, 1), "broadcast of 7 elements of float32, src 1"),

@@ -1360,7 +1360,7 @@ static void remove_large(char **table, size_t blocks, const size_t *ends, size_t
 }
 
 /* Several calls of one plan without a root, of `n` arrays per block. Each array that is larger than
- * a slot is moved by itself, in the fastest way for its size, then the others as one call.
+ * a slot is moved by itself, in the fastest way for its size; then all smaller arrays as one call.
  *
  * send, recv: as in exchange_blocks; changed.
  * ends:  each array's end, as an index of the block's elements; changed.

@@ -13,7 +13,7 @@ RANKS has the numbers of ranks. By default it covers every MPI, every number of 
 with and without the native fast path, but not every combination. --full runs every MPI on every
 number of ranks, and tests marked ``nightly``. --quick runs one MPI, the plain tests and 2 ranks,
 without tests marked ``slow``.
-Other markers (pyproject.toml) select tests that need only one MPI, three or four ranks, and plain
+Other markers (pyproject.toml) select tests that need only one MPI, or some numbers of ranks, and plain
 tests that run in a separate process because they mostly wait.
 
 Launches that need one processor (plain tests, 1 rank) run AT_A_TIME at a time. A test that fails on
@@ -252,6 +252,7 @@ def choose_marks(part: str, number: int, first: bool, arguments: argparse.Namesp
     asked = "-k" in arguments.pytest or any(map(parts_of, arguments.pytest))
     terms += [] if arguments.full or asked else ["not nightly"]
     if not (arguments.full or arguments.ranks):
+        terms += ["not up_to_2"] if number > 2 else []
         terms += ["on_4" if part == MPI else "not up_to_3"] if number > 3 else []
         terms += ["not on_3"] if number in (1, 2) and not arguments.quick else []
     return " and ".join(terms)

@@ -67,7 +67,7 @@ TIMEOUT_S = 240
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "train_digits_horovod.py"
 
 
-@pytest.mark.parametrize("survives", [True, False])
+@pytest.mark.parametrize("survives", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_training_continues_from_the_last_commit_if_the_job_survives(survives, tmp_path):
     job, completed = tmp_path / "job.py", tmp_path / "completed"
     job.write_text(TRAINING)

@@ -43,7 +43,14 @@ def skip_without_packages(job: Path) -> None:
         pytest.param(2, TRAIN_DDP, *MISSED, marks=pytest.mark.nightly),
         pytest.param(2, TRAIN_HOROVOD, *MISSED, marks=pytest.mark.nightly),
         (1, TRAIN, "--batch-size 0", 2, "--batch-size must be at least 1"),
-        (1, TRAIN_DDP, "--device cuda", 2, "--device cuda: torch finds no GPU"),
+        pytest.param(
+            1,
+            TRAIN_DDP,
+            "--device cuda",
+            2,
+            "--device cuda: torch finds no GPU",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(1, TRAIN_DDP, "--backend glue", 1, "glue", marks=pytest.mark.nightly),
     ],
     ids=lambda value: value.stem if isinstance(value, Path) else None,
@@ -122,6 +129,7 @@ def test_ddp_is_the_same_on_one_and_three_ranks(short: Training, tmp_path: Path)
     training.assert_same(short)
 
 
+@pytest.mark.nightly
 def test_horovod_is_the_same_as_ddp(short: Training, tmp_path: Path) -> None:
     training = Training(3, tmp_path / "horovod.pt", *SHORT, job=TRAIN_HOROVOD)
     assert "on 3 ranks, Horovod's API\n" in training.output

@@ -441,8 +441,9 @@ UNDER_TORCHRUN = [*TORCHRUN, "2", "-m"]
         (ON_2_RANKS, ["train.py"], "mpicoll"),
         pytest.param(ON_2_RANKS, ["--backend", "nccl,gloo", "-m", "train"], "mpicoll",
                      marks=pytest.mark.nightly),
-        pytest.param(UNDER_TORCHRUN, ["train.py"], "mpicoll", marks=pytest.mark.skipif(
-            VENDOR == "Open MPI", reason="torchrun needs a library of the MPICH family")),
+        pytest.param(UNDER_TORCHRUN, ["train.py"], "mpicoll", marks=[pytest.mark.nightly,
+            pytest.mark.skipif(
+                VENDOR == "Open MPI", reason="torchrun needs a library of the MPICH family")]),
         pytest.param(UNDER_TORCHRUN, ["--backend", "mpi", "train.py"], "gloo",
                      marks=pytest.mark.nightly),
     ],

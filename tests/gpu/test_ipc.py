@@ -233,7 +233,7 @@ def test_route_is_off_if_ipc_fails_on_one_rank(n, me, monkeypatch, what):
 
 
 @pytest.mark.parametrize(  # after 64 calls, later ones are compared in shared memory
-    ("earlier", "async_op"), [(1, False), (66, True)]
+    ("earlier", "async_op"), [pytest.param(1, False, marks=pytest.mark.nightly), (66, True)]
 )
 @pytest.mark.parametrize(
     "what",

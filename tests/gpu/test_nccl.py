@@ -396,7 +396,10 @@ class FreesMemory:
         del self.memory
 
 
-@pytest.mark.parametrize("place", ["receive", "check", "abort"])
+@pytest.mark.parametrize(
+    "place",
+    ["receive", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("check", "abort"))],
+)
 def test_destructors_on_the_watchdog_thread_do_not_delay_the_abort(group, part, monkeypatch, place):
     """cudaFree waits for all kernels, also for those that are to be aborted."""
     target, name = {

@@ -27,6 +27,17 @@ NAMES = {name: row for row in PRIMITIVES for name in (row.name, *row.aliases)}
 MOVES = [n for n, row in NAMES.items() if not row.reduces and row.layout is not Layout.EMPTY]
 REDUCTIONS = [name for name, row in NAMES.items() if row.reduces]
 
+#: With more than two ranks they show nothing that other dtypes of their kind do not show.
+RARE = (
+    "int8", "uint16", "uint32", "uint64", "complex128", "float8_e3m4", "float8_e4m3",
+    "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz",
+)  # fmt: skip
+by_dtype = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(dtype, marks=[pytest.mark.up_to_2] * (dtype.name in RARE)) for dtype in DTYPES],
+    ids=repr,
+)
+
 #: Names of the coalesced calls by primitive. Some exist only in the PyTorch backend.
 COALESCED = {
     "all_reduce": "all_reduce_coalesced",
@@ -409,6 +420,6 @@ def check_same_bits(mpi: Any, calls: Sequence[Call]) -> None:
 
 
 __all__ = [
-    "DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "Team", "Uneven", "check_same_bits",
-    "legal_operations", "team", "wait_for_all",
+    "DTYPES", "MOVES", "NAMES", "REDUCTIONS", "Call", "Kind", "Team", "Uneven", "by_dtype",
+    "check_same_bits", "legal_operations", "team", "wait_for_all",
 ]  # fmt: skip

@@ -13,12 +13,12 @@ import pytest
 from conftest import members, on_2_ranks
 from conftest import team as group_of
 from driver import (
-    DTYPES,
     MOVES,
     NAMES,
     REDUCTIONS,
     Call,
     Uneven,
+    by_dtype,
     check_same_bits,
     legal_operations,
     wait_for_all,
@@ -36,7 +36,6 @@ from mpicoll.routes.space import Host
 #: Host memory, as passed to algorithms.
 HOST = Host()
 
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 #: Sizes in bytes at which the algorithms change, reduced so that small calls cover them.
 SEAMS = {"GATHERED": 160, "LEAST": 16, "MOST": 48, "LINKS": 3}

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import members, needs_2_ranks
-from driver import DTYPES, Call, Uneven, guarded, legal_operations
+from driver import Call, Uneven, by_dtype, guarded, legal_operations
 
 import mpicoll as dist
 from mpicoll.arrays.checks import check_distinct_elements
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.on_3
 
 ROWS = [row for row in PRIMITIVES if row.layout is not Layout.EMPTY]
 by_row = pytest.mark.parametrize("row", ROWS, ids=repr)
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
 def strided(shape, dtype):
@@ -519,7 +518,7 @@ def test_all_to_all_supports_uneven_blocks(teams, dtype, async_op):
 SIZES = ([3, 0, 7, 1], [0, 0, 5, 0], [1, 2, 3, 4], [0, 9000, 1, 20000])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@by_dtype
 def test_reduce_scatter_supports_uneven_blocks(teams, dtype):
     for team in members(teams):
         for turn, op in enumerate(legal_operations(dtype)):

@@ -14,8 +14,8 @@ from conftest import check_usable, members, needs_2_ranks, pass_first_calls
 from conftest import team as group_of
 from driver import (
     COALESCED,
-    DTYPES,
     Call,
+    by_dtype,
     check_same_bits,
     guarded,
     legal_operations,
@@ -72,7 +72,7 @@ def entries(name, team, dtype, op, shapes=SHAPES, makers=MAKERS):
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@by_dtype
 @pytest.mark.parametrize("name", COALESCED)
 def test_coalesced_results_equal_single_calls(teams, mpi, name, dtype):
     """Every dtype, operation and kind of array, with calls pending on all groups at once."""

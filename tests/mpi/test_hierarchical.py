@@ -20,7 +20,7 @@ from conftest import (
     pass_first_calls,
 )
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations, use_route
+from driver import NAMES, Call, Exact, by_dtype, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -104,7 +104,7 @@ def has_levels(team):
 
 
 @needs_shared_memory
-@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@by_dtype
 def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
     """Sizes around the sizes of cache lines, slots, shares and chunks, up to many chunks."""
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
@@ -120,7 +120,7 @@ def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
 @needs_shared_memory
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("name", [name for name in ROUTED if name != "all_reduce"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@by_dtype
 def test_other_operations_around_chunk_sizes(cut, name, dtype):
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
     for turn, count in enumerate((0, line + 1, slot - 1, slot + 1, 2 * piece + 7)):

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from conftest import check_usable, members, needs_2_ranks
-from driver import DTYPES, wait_for_all
+from driver import by_dtype, wait_for_all
 
 import mpicoll as dist
 
@@ -25,7 +25,7 @@ def sent(dtype, count, rank):
     return oracle.any_bits(dtype, count, rank)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@by_dtype
 def test_messages_in_a_ring(teams, dtype):
     """Every dtype and count, with global and group ranks, blocking and nonblocking."""
     for team in members(teams, 2):

@@ -21,7 +21,7 @@ from conftest import (
     pass_first_calls,
 )
 from conftest import team as group_of
-from driver import DTYPES, NAMES, Call, InPlace, check_same_bits, legal_operations, use_route
+from driver import NAMES, Call, InPlace, by_dtype, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
 
 import mpicoll as dist
@@ -85,7 +85,7 @@ def shares(team):
 
 
 @needs_shared_memory
-@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@by_dtype
 def test_all_reduce_around_slot_sizes(cut, mpi, dtype):
     """Sizes around the sizes of cache lines, slots and shares, and more rounds than slots."""
     in_slot = 512 // dtype.itemsize
@@ -101,7 +101,7 @@ def test_all_reduce_around_slot_sizes(cut, mpi, dtype):
 @pytest.mark.any_mpi
 @needs_shared_memory
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=repr)
+@by_dtype
 def test_other_operations_around_slot_sizes(cut, name, dtype):
     in_slot = 512 // dtype.itemsize
     for turn, count in enumerate((0, 1, 63, 64, 65, in_slot - 1, in_slot + 1, 3 * in_slot + 7)):
@@ -317,7 +317,7 @@ def test_mismatch_of_a_lazy_call_is_raised_within_16_calls(world, usual, other, 
 
 @needs_2_ranks
 @needs_shared_memory
-@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("threads", [2, pytest.param(3, marks=pytest.mark.up_to_2)])
 def test_large_calls_on_several_threads(world, threads, monkeypatch):
     """With processors for them."""
     monkeypatch.setattr(shared_segment, "_processors", lambda: set(range(threads * world.size + 1)))
@@ -355,7 +355,7 @@ def force_way(patch, way):
 @needs_2_ranks
 @needs_shared_memory
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", ["int32", "complex128"])
+@pytest.mark.parametrize("dtype", ["int32", pytest.param("complex128", marks=pytest.mark.up_to_2)])
 def test_each_way_gives_the_right_results(world, mpi, monkeypatch, way, dtype):
     """Of all collectives, also with lists, and with outputs that are inputs."""
     force_way(monkeypatch, way)

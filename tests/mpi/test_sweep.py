@@ -16,6 +16,7 @@ from driver import (
     Call,
     Exact,
     Uneven,
+    by_dtype,
     check_same_bits,
     legal_operations,
     use_route,
@@ -31,8 +32,6 @@ from mpicoll.routes.space import Host
 
 SMALL = [0, 1, 7, 1000]
 LARGE = 30011
-
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=repr)
 
 
 def counts(name, team):

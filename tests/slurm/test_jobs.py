@@ -87,7 +87,11 @@ def test_sbatch_accepts_the_script(script: str) -> None:
         (f"srun:{MPI}", {}),
         # MPICH's mpirun starts its proxies by srun, here with PMIx by default.
         ("mpirun", {"SLURM_MPI_TYPE": "pmix"}),
-        pytest.param("torchrun", {"JOB": "train_digits_ddp"}, marks=[needs_torch, not_openmpi]),
+        pytest.param(
+            "torchrun",
+            {"JOB": "train_digits_ddp"},
+            marks=[needs_torch, not_openmpi, pytest.mark.slow],
+        ),
     ],
 )
 def test_launchers(launch: str, variables: dict[str, str], folder: Path) -> None:

@@ -1,10 +1,11 @@
 """Make random collectives on random arrays, and compare the results with the oracle.
 
-    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--any-order]
+    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--any-order] [--processors]
 
 SEED determines the calls of all ranks. Each rank has another generator for the memory layout of its
 arrays and for its delays. After a wrong result, an error or a missing error, the job prints the
-call, its number and the seed, and ends.
+call, its number and the seed, and ends. With --processors, groups that share memory use it as if
+each rank had several processors: with threads, and with calls of MPI.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ import mpicoll as dist
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.failures import consistency
 from mpicoll.kernels.library import kernels
+from mpicoll.routes.host import shared_segment
 
 try:
     import torch
@@ -270,7 +272,10 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--any-order", action="store_true")
+    parser.add_argument("--processors", action="store_true")
     arguments = parser.parse_args()
+    if arguments.processors:
+        shared_segment._processors = lambda: set(range(64))
     dist.init_process_group(timeout=60)
     program = Program(arguments.seed, arguments.any_order)
     try:

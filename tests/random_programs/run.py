@@ -47,8 +47,8 @@ def build_setups(folder: Path) -> dict[str, Setup]:
         "default": Setup(),
         "python": Setup({settings.CALLS.name: "python"}),
         "defaults": Setup({settings.CHOOSE.name: "0"}),
-        "random": Setup({settings.CHOOSE.name: "random"}),
-        **{f"way:{way}": Setup({settings.CHOOSE.name: way}) for way in settings.WAYS},
+        "random": with_threads("random"),
+        **{f"way:{way}": with_threads(way) for way in settings.WAYS},
         "slots": Setup({settings.SINGLE_COPY.name: "0"}),
         "messages": Setup({settings.SHARED_MEMORY.name: "0"}),
         "numpy": Setup({settings.KERNELS.name: "numpy"}),
@@ -61,6 +61,11 @@ def build_setups(folder: Path) -> dict[str, Setup]:
         options = ("--any-order",) if name == "widened" else ()
         setups[f"route:{name}"] = Setup({settings.TABLE.name: str(path)}, options)
     return setups
+
+
+def with_threads(choice: str) -> Setup:
+    """Return the setup of a choice of ways, with processors for up to three threads per rank."""
+    return Setup({settings.CHOOSE.name: choice, "OMP_NUM_THREADS": "3"}, ("--processors",))
 
 
 def rows_of(route: str) -> dict[str, dict[str, list[tuple[int, str]]]]:

@@ -91,9 +91,9 @@ torch: $(VENV)/.demo  ## add PyTorch, which is large, to what `make demo` instal
 	$(call install,$(or $(TORCH),torch),'$(or $(TORCH),torch)')
 
 test:  ## lint, then the tests with each MPI, or with MPI=...; ARGS=--quick: 3 minutes
-	@for mpi in $(if $(findstring --quick,$(ARGS)),$(firstword $(INSTALLED)),$(INSTALLED)); do \
-	    $(MAKE) --no-print-directory environment MPI=$$mpi || exit 1; done
-	@$(MAKE) --no-print-directory lint MPI=$(firstword $(TESTED))
+	@$(MAKE) --no-print-directory environment-$(firstword $(INSTALLED))
+	@$(MAKE) --no-print-directory -j2 lint MPI=$(firstword $(TESTED)) \
+	    $(if $(findstring --quick,$(ARGS)),,$(patsubst %,environment-%,$(wordlist 2,9,$(INSTALLED))))
 	$(PYTHON) tests/run.py $(foreach mpi,$(TESTED),$(mpi)=$(call venv,$(mpi))) \
 	    $(if $(MPI),--mpiexec '$(START)') $(ARGS)
 
@@ -275,6 +275,9 @@ ifneq ($(ONE),impi)
 	    '* WITHOUT IT, THE TESTS THAT NEED TORCH ARE SKIPPED.' \
 	    '****************************************************************'
 endif
+
+environment-%:
+	@$(MAKE) --no-print-directory environment MPI=$*
 
 gpu-environment: environment
 	@$(INSTALL)'[cuda$(CUDA)]' libucx-cu$(CUDA)

@@ -13,8 +13,8 @@ RANKS has the numbers of ranks. By default it covers every MPI, every number of 
 with and without the native fast path, but not every combination. --full runs every MPI on every
 number of ranks, and tests marked ``nightly``. --quick runs one MPI, the plain tests and 2 ranks,
 without tests marked ``slow``.
-Other markers (pyproject.toml) select tests that need only one MPI, or some numbers of ranks, and plain
-tests that run in a separate process because they mostly wait.
+Other markers (pyproject.toml) select tests that need only one MPI or some numbers of ranks, and
+plain tests that run in a separate process because they mostly wait.
 
 Launches that need one processor (plain tests, 1 rank) run AT_A_TIME at a time. A test that fails on
 one rank ends the launch on all ranks, because the other ranks could wait for it forever. The script

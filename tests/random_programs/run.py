@@ -32,6 +32,11 @@ from mpicoll.routes.tuning import KINDS, PLACES, eligible_routes
 PROGRAM = Path(__file__).resolve().parent / "program.py"
 #: Maximum duration of a program, and the additional time until its launch has failed.
 PROGRAM_S, GRACE_S = 20.0, 60.0
+#: The tests use no tables of the user, and waiting ranks of MPICH and Open MPI yield.
+ENVIRONMENT = {
+    settings.TABLE.name: "0", "MPIR_CVAR_POLLS_BEFORE_YIELD": "10",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}  # fmt: skip
 
 
 class Setup(NamedTuple):
@@ -80,7 +85,7 @@ def rows_of(route: str) -> dict[str, dict[str, list[tuple[int, str]]]]:
 def launch(command: list[str], setup: Setup, timeout_s: float) -> tuple[int | None, str]:
     """Return the exit code, or None after a timeout, and the output."""
     process = subprocess.Popen(
-        command, env={**os.environ, settings.TABLE.name: "0", **setup.environment}, text=True,
+        command, env={**os.environ, **ENVIRONMENT, **setup.environment}, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip

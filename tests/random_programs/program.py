@@ -44,7 +44,7 @@ import mpicoll as dist
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.failures import consistency
 from mpicoll.kernels.library import kernels
-from mpicoll.routes.host import shared_segment
+from mpicoll.routes.host import shared, shared_segment
 
 try:
     import torch
@@ -276,6 +276,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.processors:
         shared_segment._processors = lambda: set(range(64))
+        shared.SPIN_COUNT = shared.CROWDED_SPIN_COUNT
     dist.init_process_group(timeout=60)
     program = Program(arguments.seed, arguments.any_order)
     try:

@@ -67,7 +67,6 @@ class Case:
 
 
 def _larger(row: Primitive, n: int) -> int:
-    """Return the number of blocks of the larger array."""
     return n if row.many_in or row.many_out else 1
 
 

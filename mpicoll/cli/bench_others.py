@@ -217,7 +217,6 @@ class _Table(tuning.Table):
         self._route = route
 
     def row(self, kind: str, ranks: int) -> dict[str, tuning.Steps]:
-        """Return the steps by placement."""
         return super().row(kind, ranks) | {
             place: ((0, self._route),)
             for place in tuning.PLACES

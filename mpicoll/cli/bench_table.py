@@ -87,7 +87,6 @@ def _build_columns(
 
 
 def _heads(columns: Sequence[Column]) -> list[str]:
-    """Return the lines above the table."""
     groups = itertools.groupby(columns, lambda column: column.group)
     lines = [
         "".join(group.center(sum(each.width for each in own)) for group, own in groups),
@@ -171,7 +170,6 @@ class Bench:
             print("\n".join(lines), flush=True)
 
     def _line(self, case: Case) -> Result:
-        """Measure a case."""
         buffers = ring(case, self._memory)
         own = variants(case.row)
         calls = {

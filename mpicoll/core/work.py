@@ -337,7 +337,6 @@ class Work:
                     order.settle()
 
     def _record_timeout(self, limit: float | None) -> CollectiveTimeoutError:
-        """Record a wait that timed out; return the error."""
         self.has_timed_out = True
         error = CollectiveTimeoutError(
             f"{self.description}: timed out: not complete within {limit:g} s; another rank has not "

@@ -123,7 +123,6 @@ def wait_unless(async_op: bool, work: Work) -> Work | None:
 
 
 def _as_output_list(output: Any) -> Sequence[Any]:
-    """Return the output argument of a call as a sequence of arrays."""
     return () if output is None else output if isinstance(output, (list, tuple)) else (output,)
 
 

@@ -352,7 +352,6 @@ class _OnHost(_Side):
             one.copy_to(beside)
 
     def write_back(self) -> None:
-        """Copy the contiguous copies back to their views."""
         for one, beside in self._copies:
             one.copy_from(beside)
 

@@ -210,7 +210,6 @@ class NodeMonitor(LineServer[JsonConnection]):
                 self._kill(now)
 
     def _close(self, descriptor: int) -> None:
-        """Close a descriptor with a handler."""
         del self._handlers[descriptor]
         self.poll.unregister(descriptor)
         os.close(descriptor)

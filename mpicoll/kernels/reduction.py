@@ -185,7 +185,6 @@ _ACCUMULATOR, _OPERAND = range(2)
 
 
 def _parts(array: Array) -> Array:
-    """The real and imaginary parts of complex numbers, alternating."""
     return array.view(array.real.dtype)
 
 
@@ -258,7 +257,6 @@ def _combine_narrow(
 
 
 def _widen(dtype: DType, source: Array, out: Array) -> None:
-    """Convert a narrow float to float32."""
     if _compiled is None or dtype.name not in FORMATS:
         np.copyto(out, source, casting="unsafe")
     else:
@@ -288,7 +286,6 @@ def _combine_in_c(loop: Loop, sources: Sequence[Array], out: Array, divisor: int
 
 @cache
 def _format(name: str) -> int:
-    """Return the C library's index of a format."""
     assert kernels is not None
     index: int = kernels.format(name.encode())
     return index

@@ -66,7 +66,6 @@ def _gather(scope: Scope, view: View, counts: Sequence[int]) -> None:
 
 
 def _combine(scope: Scope, sources: Sequence[View], out: View, n: int) -> None:
-    """Combine the elements of n ranks."""
     assert scope.op is not None
     divisor = n if scope.op is ReduceOp.AVG else 1
     scope.space.combine(scope.op, sources, out, divisor, scope.exact)

@@ -397,7 +397,6 @@ class TorchGroup(Collectives, DerivedGroups, c10d.ProcessGroup):  # type: ignore
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The device types whose tensors are served."""
         return [torch.device(kind) for kind in device_types()]
 
     def _get_backend(self, device: torch.device) -> TorchGroup:

@@ -103,7 +103,6 @@ class Collectives:
         self.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collectives that this rank has started."""
         return self.core.begun
 
     def _set_sequence_number_for_group(self) -> None:
@@ -332,7 +331,6 @@ class Collectives:
     def _allgather_base(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
     ) -> c10d.Work:
-        """Run all_gather into one tensor."""
         return self._call(primitives.ALL_GATHER_SINGLE, opts, output, input)
 
     all_gather_single = _allgather_base
@@ -523,7 +521,6 @@ class Collectives:
 
 
 def _complete(name: str, output: Outputs) -> CompletedWork:
-    """Return the Work of a call that is complete."""
     work = CompletedWork()
     work.name = name
     work.output = output

@@ -66,7 +66,6 @@ def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
 
 
 def _gather(group: ProcessGroup, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Return the rows of all ranks, in rank order."""
     rows = own.new_empty(sum(counts), *own.shape[1:])
     execute.run(ALL_GATHER, group, False, list(rows.split(counts)), own)
     return rows

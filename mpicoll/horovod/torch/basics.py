@@ -189,7 +189,6 @@ def size() -> int:
 
 
 def _on_node(where: str) -> list[int]:
-    """Return the ranks of this rank's node."""
     nodes = current(where).nodes
     return [each for each, node in enumerate(nodes) if node == nodes[rank()]]
 

@@ -218,7 +218,6 @@ class Engine:
         return waited_for
 
     def _exchange(self, own: Status) -> list[Status]:
-        """Exchange the ranks' statuses."""
         text = control_messages.encode(own)
         head = np.frombuffer(
             len(text).to_bytes(8, "little")
@@ -305,7 +304,6 @@ class Engine:
         )
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail all pending and future requests."""
         failure = error or HorovodInternalError("Horovod has been shut down")
         with self._condition:
             self.failure = failure if isinstance(failure, Exception) else RuntimeError(str(failure))

@@ -133,7 +133,6 @@ def _rows(signature: Signature) -> int:
 
 
 def _all_reduce(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
-    """Scale, reduce and scale tensors in place."""
     signature = _any_signature(signatures)
     tensors = [tensor for request in requests for tensor in request.buffers()]
     op = signature["op"]
@@ -229,7 +228,6 @@ def _barrier(group: Any, requests: Sequence[Request], signatures: Signatures) ->
 
 
 def _fields(*names: str) -> Callable[[Signature], Signature]:
-    """Return a function that selects fields of a signature."""
     return lambda signature: {name: signature[name] for name in names}
 
 

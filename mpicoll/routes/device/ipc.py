@@ -123,7 +123,6 @@ class MappedArrays(RouteState):
         return [root] if gathers else range(self.n)
 
     def _jobs(self, kind: CallKind, extent: Extent, root: int) -> Iterable[Job]:
-        """Return the jobs that this rank runs."""
         sent = self._rows[:, _SIZES : _SIZES + self.n]
         if self.shares_gpu:
             return jobs_of(kind, extent, root, sent)
@@ -136,7 +135,6 @@ class MappedArrays(RouteState):
         return sorted(jobs, key=lambda job: (job.sources[0].rank - me - 1) % self.n)
 
     def _load(self, kind: CallKind) -> None:
-        """Compile the kernel of a reduction."""
         if kind.op is not None and not (self.shares_gpu and self.me):
             assert kind.dtype is not None
             by = find_loop(kind.op, kind.dtype)
@@ -343,12 +341,10 @@ class MappedArrays(RouteState):
         return int(mapped + address - base)
 
     def _record(self, event: int) -> None:
-        """Record this rank's event in its work stream."""
         context = self.context
         context.runtime.record_again(context.index, context.work, self._events[event][self.me])
 
     def _wait_for(self, ranks: Iterable[int], event: int) -> None:
-        """Make this rank's stream wait for an event of other ranks."""
         context = self.context
         for rank in ranks:
             context.runtime.wait(context.index, context.work, self._events[event][rank])

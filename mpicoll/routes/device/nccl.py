@@ -163,7 +163,6 @@ class Nccl(RouteState):
         return self._failure
 
     def _check(self) -> None:
-        """Check NCCL and the device for a failure."""
         self._next_look = time.monotonic() + _INTERVAL
         name = f"rank {self.me} of group {self.group.group_name}"
         try:

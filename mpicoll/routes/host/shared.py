@@ -366,11 +366,9 @@ class _Native(Implementation):
         self._native_calls, self._fused = native_calls, fused
 
     def native_calls(self) -> Sequence[NativeCall]:
-        """Return the given native calls."""
         return self._native_calls
 
     def fused(self, count: int) -> Run | None:
-        """Return the function for segment tables, for any count."""
         return self._fused
 
 

@@ -26,7 +26,7 @@ from mpicoll.launch.rendezvous import (
 )
 from mpicoll.launch.session import Session, set_current
 from mpicoll.line_protocol import is_proof, mac, tune
-from mpicoll.signals import blocked_job_signals
+from mpicoll.processes import blocked_job_signals
 
 _WHERE = "init_process_group"
 #: The variable with the secret of the job, if the user has set one.

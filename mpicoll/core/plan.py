@@ -119,12 +119,12 @@ class Wrapper(Implementation):
 
 
 class CallKind(NamedTuple):
-    """The properties of calls that share one implementation. op and dtype may be None."""
+    """The properties of calls that share one implementation."""
 
     primitive: Primitive
     group: ProcessGroup
     op: ReduceOp | None
-    dtype: DType | None
+    dtype: DType  # None for a barrier, which reads no dtype
 
     @property
     def combined(self) -> range:
@@ -134,7 +134,7 @@ class CallKind(NamedTuple):
     @property
     def level(self) -> str | None:
         """Return the level of reproducibility that the calls must keep."""
-        if self.op is None or self.dtype is None:
+        if self.op is None:
             return None
         return needed(self.group.reproducible, self.op, self.dtype, self.group.size())
 

@@ -136,14 +136,12 @@ class MappedArrays(RouteState):
 
     def _load(self, kind: CallKind) -> None:
         if kind.op is not None and not (self.shares_gpu and self.me):
-            assert kind.dtype is not None
             by = find_loop(kind.op, kind.dtype)
             assert by is not None
             self.context.runtime.load(self.context.index, by, 2 * self.n)
 
     def _enqueue(self, kind: CallKind, job: Job, sources: list[int], outs: list[int]) -> None:
         context, op, dtype = self.context, kind.op, kind.dtype
-        assert dtype is not None
         if op is None:
             for out in outs:
                 context.copy(out, sources[0], job.elements * dtype.itemsize)
@@ -304,7 +302,6 @@ class MappedArrays(RouteState):
         self, kind: CallKind, views: Sequence[DeviceView | None], extent: Extent, root: int
     ) -> None:
         """Enqueue this rank's work and record DONE. Map memory and check the group before that."""
-        assert kind.dtype is not None
         self._mappings.close_retired()
         try:
             jobs = [job for job in self._jobs(kind, extent, root) if job.elements]

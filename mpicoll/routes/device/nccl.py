@@ -330,7 +330,7 @@ def _all_gather(
 
 
 def _constants(kind: CallKind) -> tuple[int, int]:
-    assert kind.op is not None and kind.dtype is not None
+    assert kind.op is not None
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
 

@@ -320,7 +320,7 @@ def _tried(send: int, recv: int, n: int) -> Collective:
 
 def _reduce_by(found: Peers, kind: CallKind, call: Collective, extent: Extent, root: int) -> None:
     """Enqueue a reduction. The Collective is in units of elements."""
-    assert kind.op is not None and kind.dtype is not None
+    assert kind.op is not None
     by = find_loop(kind.op, kind.dtype)
     assert by is not None
     found.carry_out(

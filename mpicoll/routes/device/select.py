@@ -263,7 +263,6 @@ class DeviceImplementation(Implementation):
         candidates = self._candidates
         if len(candidates) == 1:
             return candidates[0]
-        assert dtype is not None
         sizes = agreed_sizes(primitive, extent)
         blocks = group.size() if primitive.many_in or primitive.many_out else 1
         nbytes = (sizes * blocks if isinstance(sizes, int) else sum(sizes)) * dtype.itemsize

@@ -318,7 +318,6 @@ def _divide(buffer: Buffer, count: int, dtype: DType, n: int) -> None:
 
 
 def _dtype(kind: CallKind) -> DType:
-    assert kind.dtype is not None
     return kind.dtype
 
 

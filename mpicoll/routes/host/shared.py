@@ -209,7 +209,6 @@ class Shared:
 
     def _describe(self, kind: CallKind, key: Any) -> Any:
         primitive, _, op, dtype = kind
-        assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
         return self.kernels.CallPlan(
@@ -241,7 +240,6 @@ class Shared:
         add in an order that differs between ranks.
         """
         _, group, op, dtype = kind
-        assert dtype is not None
         same_bits = op is None or (dtype.kind is Kind.INTEGER and op is not ReduceOp.AVG)
         # A group inside a node may have freed its communicator.
         if not (self._calls_mpi and group.inner and same_bits and mpi.ROUTE.can_run_kind(kind)):
@@ -419,7 +417,6 @@ class Exchange(Implementation):
 def blocks_of_call(kind: CallKind, send: Any, recv: Any, extent: Extent) -> tuple[Any, Any]:
     """Return the blocks of both sides as arrays of struct mpicoll_block; no blocks for None."""
     primitive, group, _, dtype = kind
-    assert dtype is not None
     if isinstance(extent, int):
         extent = Blocks(*([extent] * (group.size() if many else 1)
                           for many in (primitive.many_in, primitive.many_out)))  # fmt: skip

@@ -29,8 +29,9 @@ static struct {
 
 /* ---- A group's calls ------------------------------------------------------------------------- */
 
-typedef int lists_function(const void *plan, const struct block *send, const struct block *recv,
-                           size_t count, uint32_t root, uint32_t number);
+typedef int lists_function(const void *plan, const struct mpicoll_block *send,
+                           const struct mpicoll_block *recv, size_t count, uint32_t root,
+                           uint32_t number);
 typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
 typedef int fused_function(const void *plan, char **send, char **recv, size_t *ends, size_t n,
                            uint64_t sizes, uint32_t number);
@@ -166,7 +167,7 @@ static int lists_fit(const struct fast_path *path, const struct operand *in,
 static int is_own_block(const struct fast_path *path, const struct operand *array,
                         const struct operand *blocks)
 {
-    const struct block *own = &array->blocks[0];
+    const struct mpicoll_block *own = &array->blocks[0];
     if (array->held || array->n != 1)
         return 0;
     if (!blocks->held)
@@ -205,8 +206,8 @@ static int fits(const struct fast_path *path, const struct operand *in, const st
 static void split_blocks(struct operand *operand, size_t n, size_t count)
 {
     for (size_t k = 0; k < n && k < MAX_ARRAYS; k++)
-        operand->blocks[k] =
-            (struct block){operand->first.data + k * count * operand->first.itemsize, count};
+        operand->blocks[k] = (struct mpicoll_block){
+            operand->first.data + k * count * operand->first.itemsize, count};
 }
 
 /* Returns whether the progress thread has unfinished tasks, or is the caller: then the call must be

@@ -24,6 +24,12 @@ EXPORT void mpicoll_combine(int format, int operation, const char *const *source
 void mpicoll_copy(char *into, const char *from, size_t size);
 void mpicoll_copy_past_caches(char *into, const char *from, size_t size);
 
+/* Parts of a call on several threads: runs function(argument, part) for all parts from 0 on, in ascending order of their beginnings: on
+ * the calling thread and on up to parts - 1 further threads. If another call uses these threads, the
+ * calling thread runs all parts. It calls `check` every 50 ms while it waits for other threads. */
+void mpicoll_run_parts(void (*function)(void *argument, uint32_t part), void *argument,
+                       uint32_t parts, void (*check)(void *argument));
+
 static inline uint64_t now_ns(void)
 {
     struct timespec time;

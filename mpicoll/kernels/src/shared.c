@@ -51,7 +51,6 @@
  * their difference. */
 
 #include "kernels.h"
-#include "parallel.h"
 #include "shared.h"
 
 #include <errno.h>
@@ -582,7 +581,7 @@ static int wait_for_slot(struct mpicoll_shared *shared, uint32_t round, uint32_t
     return 1;
 }
 
-/* As mpicoll_round_begin, in a call with a trial, whose slots are those of a ring. */
+/* As mpicoll_round_begin, in a call whose slots are those of a ring. */
 static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature, uint64_t count,
                  uint32_t note, int lazy, enum ring ring)
 {
@@ -597,15 +596,9 @@ static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signat
 }
 
 int mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                        uint64_t count)
-{
-    return begin(shared, number, signature, count, 0, 0, LARGE);
-}
-
-int mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                         uint64_t count, const struct mpicoll_trial *trial)
 {
-    return begin(shared, number, signature, count, trial->note, 0, LARGE);
+    return begin(shared, number, signature, count, trial ? trial->note : 0, 0, LARGE);
 }
 
 /* Signals that this rank (k = 0), or 2^k ranks up to it, are ready for round `target` - 1. In a
@@ -696,11 +689,11 @@ static int wait_for_all(struct mpicoll_shared *shared, uint32_t target)
     return 1;
 }
 
-/* As wait_for_all in a call with a trial. */
+/* As wait_for_all, in a call with a trial unless it is NULL. */
 static int wait_in_trial(struct mpicoll_shared *shared, uint32_t target,
                          struct mpicoll_trial *trial)
 {
-    if (target != shared->round + 1)
+    if (!trial || target != shared->round + 1)
         return wait_for_all(shared, target);
     mpicoll_trial_pause(trial);
     const int result = wait_for_all(shared, target);
@@ -796,7 +789,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
     const uint32_t other = (me + 1) % n;
     const char *sources[n];
 
-    if (!mpicoll_trial_begin(shared, number, plan->signature, count, trial))
+    if (!mpicoll_round_begin(shared, number, plan->signature, count, trial))
         return 0;
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
@@ -1067,6 +1060,17 @@ static int run_blocks(const struct mpicoll_plan *plan, char *const *send, char *
                     plan->signature | (uint64_t)root << 24, ends[n - 1], trial);
 }
 
+/* Compares the ranks' calls without moving data. Returns 1 if all match. trial: or NULL. */
+static int compare(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                   uint64_t count, struct mpicoll_trial *trial)
+{
+    if (!mpicoll_round_begin(shared, number, signature, count, trial) ||
+        mpicoll_round_publish(shared, trial) <= 0)
+        return 0;
+    mpicoll_round_close(shared);
+    return 1;
+}
+
 /* A call whose blocks are divided between channels. */
 struct divided {
     const struct mpicoll_plan *plan;
@@ -1106,19 +1110,6 @@ static void check_signals(void *argument)
         atomic_store(&call->plan->shared->first->aborted, 1);
 }
 
-/* Compares the ranks' calls before they run without slots. Returns 1 if all match. */
-static int compare_first(const struct mpicoll_plan *plan, size_t count, uint32_t root,
-                         uint32_t number, struct mpicoll_trial *trial)
-{
-    struct mpicoll_shared *shared = plan->shared;
-
-    if (!mpicoll_trial_begin(shared, number, plan->signature | (uint64_t)root << 24, count, trial) ||
-        mpicoll_trial_publish(shared, trial) <= 0)
-        return 0;
-    mpicoll_round_close(shared);
-    return 1;
-}
-
 /* The numbers of blocks that a rank may send and receive. */
 static size_t blocks_sent(const struct mpicoll_plan *plan)
 {
@@ -1141,7 +1132,7 @@ static int run_by_mpi(const struct mpicoll_plan *plan, char *const *send, char *
         from[k] = (struct mpicoll_block){send[k], elements};
     for (size_t k = 0; k < blocks_received(plan); k++)
         into[k] = (struct mpicoll_block){recv[k], elements};
-    if (!compare_first(plan, count, root, number, trial))
+    if (!compare(plan->shared, number, plan->signature | (uint64_t)root << 24, count, trial))
         return 0;
     const int result = mpicoll_mpi_call(plan->mpi, from, into, elements, root, number);
     mpicoll_trial_end(trial, 0);
@@ -1154,7 +1145,7 @@ static int run_divided(const struct mpicoll_plan *plan, char *const *send, char 
 {
     struct divided call = {plan, send, recv, count, root, number, 0};
 
-    if (!compare_first(plan, count, root, number, trial))
+    if (!compare(plan->shared, number, plan->signature | (uint64_t)root << 24, count, trial))
         return 0;
     mpicoll_run_parts(run_channel, &call, plan->shared->channels, check_signals);
     mpicoll_trial_end(trial, 0);
@@ -1165,7 +1156,7 @@ static int run_divided(const struct mpicoll_plan *plan, char *const *send, char 
 static int run_by_kernel(const struct mpicoll_plan *plan, const struct mpicoll_span *spans,
                          size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
 {
-    return mpicoll_trial_begin(plan->shared, number, plan->signature | (uint64_t)root << 24, count,
+    return mpicoll_round_begin(plan->shared, number, plan->signature | (uint64_t)root << 24, count,
                                trial)
                ? mpicoll_single_copy(plan->processes, spans, trial)
                : MISMATCHED;
@@ -1283,13 +1274,7 @@ char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank)
     return slot(shared, LARGE, rank, shared->round);
 }
 
-int mpicoll_round_publish(struct mpicoll_shared *shared)
-{
-    signal_filled(shared, shared->round + 1);
-    return wait_for_all(shared, shared->round + 1);
-}
-
-int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial)
+int mpicoll_round_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial)
 {
     signal_filled(shared, shared->round + 1);
     return wait_in_trial(shared, shared->round + 1, trial);
@@ -1338,11 +1323,7 @@ void mpicoll_round_close(struct mpicoll_shared *shared)
 EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number,
                                   uint64_t signature, uint64_t count)
 {
-    if (!mpicoll_round_begin(shared, number, signature, count) ||
-        mpicoll_round_publish(shared) <= 0)
-        return 0;
-    mpicoll_round_close(shared);
-    return 1;
+    return compare(shared, number, signature, count, NULL);
 }
 
 /* The root in the signature of a list of calls; mpicoll/core/signature.py mirrors it. */
@@ -1426,7 +1407,7 @@ EXPORT int mpicoll_shared_small_all_to_all(struct mpicoll_plan *plan,
     int result = MOVED;
     (void)count, (void)root;
 
-    if (!mpicoll_round_begin(shared, number, plan->signature, 0))
+    if (!mpicoll_round_begin(shared, number, plan->signature, 0, NULL))
         return MISMATCHED;
     char *board = mpicoll_descriptor(shared, me);
     for (uint32_t k = 0; k < n; k++) {
@@ -1442,7 +1423,7 @@ EXPORT int mpicoll_shared_small_all_to_all(struct mpicoll_plan *plan,
                 board += send[k].count * size;
             }
     }
-    if (mpicoll_round_publish(shared) <= 0)
+    if (mpicoll_round_publish(shared, NULL) <= 0)
         return MISMATCHED;
 
     const uint64_t *expected = (const uint64_t *)mpicoll_descriptor(shared, me) + n;

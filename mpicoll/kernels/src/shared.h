@@ -18,7 +18,7 @@ struct mpicoll_shared;
 struct mpicoll_plan;
 struct mpicoll_mpi_plan;
 
-/* A block of an array, or an array of a list; arrays.h has the same. */
+/* A block of an array, or an array of a list. */
 struct mpicoll_block {
     char *data;
     size_t count; /* elements */
@@ -41,7 +41,7 @@ struct mpicoll_span {
     size_t size;
 };
 
-/* Moves a call's data by the kernel, after mpicoll_trial_begin; see single_copy.c. spans: n blocks
+/* Moves a call's data by the kernel, after mpicoll_round_begin; see single_copy.c. spans: n blocks
  * that this rank sends, by receiver, and n that it receives, by sender. Returns MOVED; MISMATCHED; or
  * NOT_COPIED on all ranks, if one of them could not copy: the call must be repeated through slots. */
 int mpicoll_single_copy(const struct mpicoll_processes *processes,
@@ -51,19 +51,15 @@ int mpicoll_single_copy(const struct mpicoll_processes *processes,
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank);
 
 /* Sets the call record, which must match on all ranks, and waits until this rank's slot is free.
- * number: the group's call number, the same on every rank. Returns 0 if this rank was aborted. */
+ * number: the group's call number, the same on every rank. trial: of the call, or NULL. Returns 0
+ * if this rank was aborted. */
 int mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                        uint64_t count);
-
-/* As mpicoll_round_begin and mpicoll_round_publish, in a call with a trial. */
-int mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                         uint64_t count, const struct mpicoll_trial *trial);
-int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial);
 
 /* Publishes this rank's descriptor and waits until all other ranks have published theirs. Returns
  * 1; 0 on all ranks after a collective mismatch: then the call is over; -1 if this rank was
  * aborted. */
-int mpicoll_round_publish(struct mpicoll_shared *shared);
+int mpicoll_round_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial);
 
 /* Signals that this rank has finished its part. */
 void mpicoll_round_end(const struct mpicoll_shared *shared);

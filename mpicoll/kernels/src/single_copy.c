@@ -199,7 +199,7 @@ int mpicoll_single_copy(const struct mpicoll_processes *processes,
         }
     atomic_store(&mine->aborted, 0);
     atomic_store(&mine->error, 0);
-    const int published = mpicoll_trial_publish(shared, trial);
+    const int published = mpicoll_round_publish(shared, trial);
     if (published <= 0)
         return published < 0 ? abort_call(processes) : MISMATCHED;
     for (uint32_t i = 1; i < n && !error; i++)

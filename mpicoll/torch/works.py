@@ -44,9 +44,7 @@ class _Work(TorchWork):  # type: ignore[misc]
         """Wait as ``wait()`` does."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait as ``wait()`` does."""
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Return whether the call has ended, with success or an error. Queries the device."""

@@ -88,7 +88,7 @@ class Mpi4py(Other):
             arguments = [self._mpi.IN_PLACE, ready] if case.at_root else [ready, None]
             if not row.reduces:
                 arguments = [ready]
-        if op is not None and dtype is not None:
+        if op is not None:
             if op is ReduceOp.AVG or dtype.kind is Kind.NARROW_FLOAT:
                 return None
             name = op.mpi_logical if dtype.kind is Kind.BOOL else op.mpi

@@ -220,8 +220,7 @@ def _values(nbytes: int, rank: int) -> np.ndarray[Any, Any]:
 def _message(memory: runtime.Memory) -> list[Any]:
     from mpi4py import MPI
 
-    buffer = MPI.buffer.fromaddress(memory.address, memory.nbytes)
-    return [buffer, memory.nbytes // 4, MPI.FLOAT]
+    return [MPI.buffer.fromaddress(memory.address, memory.nbytes), memory.nbytes // 4, MPI.FLOAT]
 
 
 #: Messages that were not received, and their memory, to which MPI may still write.
@@ -269,8 +268,7 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
         rendezvous = None
         if rank is not None:
             method = f"file://{folder}/rendezvous"
-            given = read_rank(method, rank, size)
-            rendezvous = find_rendezvous(method, given, limit)
+            rendezvous = find_rendezvous(method, read_rank(method, rank, size), limit)
         with start_mpi(rendezvous, limit) as world:
             me = world.Get_rank()
             cuda = runtime.get_runtime()

@@ -134,8 +134,7 @@ class DeviceContext:
 
     def follow(self, other: DeviceContext) -> None:
         """Make later work of this context wait for the present work of another context."""
-        event = self.runtime.record(other.index, other.work)
-        self.runtime.wait(self.index, self.work, event)
+        self.runtime.wait(self.index, self.work, self.runtime.record(other.index, other.work))
 
     def record(self) -> Event:
         """Return an event for the present work of the work stream."""

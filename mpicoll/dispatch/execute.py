@@ -292,8 +292,7 @@ def _run_all(
     if waits:
         perform(*call)
         return None
-    orders = [order for _, own in ordered for order in own]
-    return _start(call, async_op, name, outputs, orders)
+    return _start(call, async_op, name, outputs, [order for _, own in ordered for order in own])
 
 
 def _find_root(

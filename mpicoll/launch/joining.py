@@ -266,8 +266,7 @@ def _authenticate(sock: socket.socket, role: str, rendezvous: Rendezvous, secret
         sock.sendall(b"secret\n")
         secret = _read_line(sock).removeprefix("secret ")
     words = [role, str(rendezvous.rank), str(rendezvous.world_size), node(), mine]
-    proof = mac(secret, "rank", theirs, *words)
-    sock.sendall(" ".join([*words, proof]).encode() + b"\n")
+    sock.sendall(" ".join([*words, mac(secret, "rank", theirs, *words)]).encode() + b"\n")
     answer, _, rest = _read_line(sock).partition(" ")
     if answer == "taken":
         raise RankTakenError(f"another process has connected as rank {rendezvous.rank} of this job")

@@ -167,9 +167,8 @@ def assign(places: Sequence[Place], rank: int) -> tuple[dict[str, str], str]:
     """
     nodes = [each.node for each in places]
     host = LOOPBACK if len(set(nodes)) == 1 else places[0].host
-    local_rank = nodes[:rank].count(nodes[rank])
-    local_size = nodes.count(nodes[rank])
-    values = rank, len(places), local_rank, local_size, host, places[0].port
+    local = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
+    values = rank, len(places), *local, host, places[0].port
     return dict(zip(TORCH_VARIABLES, map(str, values), strict=True)), places[0].address
 
 

@@ -267,8 +267,8 @@ class Engine:
     def _run_batch(self, batch: list[Ready]) -> None:
         requests = [request for request, _ in batch]
         try:
-            run = OPERATIONS[requests[0].signature["operation"]].run
-            run(self.group, requests, batch[0][1])
+            operation = requests[0].signature["operation"]
+            OPERATIONS[operation].run(self.group, requests, batch[0][1])
             synchronize_devices(requests)
         except UsageError as error:  # raised on every rank before anything was sent
             for request in requests:

@@ -215,8 +215,7 @@ def _all_to_all(group: Any, requests: Sequence[Request], signatures: Signatures)
     ]
     sent, received = splits[rank], [each[rank] for each in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    rows = tensor[: sum(sent)].contiguous()
-    dist.all_to_all_single(output, rows, received, sent, group)
+    dist.all_to_all_single(output, tensor[: sum(sent)].contiguous(), received, sent, group)
     request.outputs = [output, torch.tensor(received, dtype=torch.int32)]
 
 

@@ -150,8 +150,7 @@ class Levels(RouteState):
 
     def _join_rail(self, agreement: Agreement) -> None:
         if self.on_rail:
-            rail = [ranks[self.place.place] for ranks in self.nodes]
-            self.along = self._part_of(agreement, rail)
+            self.along = self._part_of(agreement, [ranks[self.place.place] for ranks in self.nodes])
 
     def _part_of(self, agreement: Agreement, ranks: Sequence[int]) -> Agreement:
         part = make_part(self.group, ranks)
@@ -329,8 +328,7 @@ def _run_chunks(
 
 def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
     """Return scratch for the elements of a view, with its alignment (modulo PIECE)."""
-    stack = space.empty(dtype, space.room(1, view.count))
-    (made,) = space.places(stack, 1, view.count, view)
+    (made,) = space.places(space.empty(dtype, space.room(1, view.count)), 1, view.count, view)
     assert isinstance(made, DeviceView)
     return made
 

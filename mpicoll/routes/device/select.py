@@ -278,8 +278,7 @@ class DeviceImplementation(Implementation):
             self._prepare(context, extent)  # in a first call, the other ranks make the agreement
         agreement = self._kind.group.resources.find("devices")
         if agreement is not None and self._candidates:
-            candidate = self._candidate_for(extent)
-            state = agreement.states.get(candidate.route.name)
+            state = agreement.states.get(self._candidate_for(extent).route.name)
             if state is not None:
                 state.notify_failure(self._kind, error)
 

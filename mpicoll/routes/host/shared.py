@@ -408,8 +408,7 @@ class Exchange(Implementation):
             rank = self._described.mismatch_rank
             if rank == self._kind.group.size():
                 raise misfit(self._kind, None)
-            sent = self._described.mismatch_count
-            raise misfit(self._kind, rank, extent.receives[rank], sent)
+            raise misfit(self._kind, rank, extent.receives[rank], self._described.mismatch_count)
         assert result == _NO_ROOM and self._large is not None
         self._large.run(send, recv, extent, 0)
 

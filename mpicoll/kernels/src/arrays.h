@@ -1,5 +1,4 @@
-/* Views of arrays without Python: NumPy arrays, and tensors with DLPack's exchange API. Included by
- * calls.c. */
+/* Views of NumPy arrays, and of tensors with DLPack's exchange API. Included by calls.c. */
 
 #ifndef MPICOLL_ARRAYS_H
 #define MPICOLL_ARRAYS_H
@@ -236,7 +235,8 @@ static int view_operand(struct operand *operand, PyObject *object)
     return 1;
 }
 
-static int blocks_overlap(const struct mpicoll_block *one, const struct mpicoll_block *other, size_t itemsize)
+static int blocks_overlap(const struct mpicoll_block *one, const struct mpicoll_block *other,
+                          size_t itemsize)
 {
     return one->count && other->count &&
            (uintptr_t)one->data < (uintptr_t)other->data + other->count * itemsize &&
@@ -321,8 +321,7 @@ static PyObject *add_type(PyObject *module, PyObject *args)
     Py_RETURN_TRUE;
 }
 
-/* view_array(array): return (dtype, address, count, rows, writable), or None if it is not supported
- * here. */
+/* view_array(array): return (dtype, address, count, rows, writable), or None if not supported. */
 static PyObject *view_array(PyObject *module, PyObject *array)
 {
     struct view view;

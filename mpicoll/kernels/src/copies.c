@@ -6,7 +6,6 @@
  * line, and slots, at 0. */
 
 #include "kernels.h"
-#include "vectors.h"
 
 #include <string.h>
 

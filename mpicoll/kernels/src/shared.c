@@ -69,8 +69,7 @@ enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
  * which a rank may be ahead of others. */
 enum { SMALL_SLOTS = 16, SMALL_SLOT_BYTES = 4096, RECORD_COUNT = 32, MAX_LEAD = SMALL_SLOTS - 2 };
 
-/* Bits of a rank number; a group has at most 256 ranks: MAX_RANKS in mpicoll/routes/host/shared.py.
- */
+/* Bits of a rank number; MAX_RANKS in mpicoll/routes/host/shared.py is 256. */
 enum { MAX_RANK_BITS = 8 };
 
 /* Number of times a waiting rank yields the processor before it sleeps. Waking up takes several
@@ -86,8 +85,7 @@ enum { LEFT = -1 };
 /* The group was closed after a lazy call that did not match. */
 enum { MISMATCH = 1 << 16 };
 
-/* Size of the blocks in which data is combined and copied on, so that it stays in the first-level
- * cache. */
+/* Size of the blocks in which data is combined, so that it stays in the first-level cache. */
 enum { BLOCK_BYTES = 8192 };
 
 /* A number that its rank increments and other ranks wait for. */
@@ -325,8 +323,7 @@ static int signal_handler_raised(void)
            run_signal_handlers();
 }
 
-/* Waits until another rank's counter reaches `target`. Returns 0 at the time `end`, or if this rank
- * must stop waiting. */
+/* Waits for another rank's counter. Returns 0 at the time `end`, or if this rank must stop. */
 static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
                       uint64_t end)
 {
@@ -545,8 +542,7 @@ static int close_mismatched(struct mpicoll_shared *shared)
     return 0;
 }
 
-/* Compares the calls of this rank and another up to the last call that both have published. Returns
- * 1 if they match. */
+/* Compares this rank's and another's calls that both have published. Returns 1 if they match. */
 static int compare_calls(const struct mpicoll_shared *shared, uint32_t rank)
 {
     for (uint32_t call = shared->calls - 1; !reached(shared->compared, call); call--)
@@ -1204,8 +1200,7 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
     return run_blocks(plan, send, recv, ends, n, root, number, &trial);
 }
 
-/* The same for consecutive blocks of `count` elements; `send` and `recv` are equal for in-place
- * calls. */
+/* The same for consecutive blocks of `count` elements; in place, `send` and `recv` are equal. */
 EXPORT int mpicoll_shared_blocks(const struct mpicoll_plan *plan, char *send, char *recv,
                                  size_t count, uint32_t root, uint32_t number)
 {

@@ -27,8 +27,7 @@ struct mpicoll_block {
 /* Results of calls. Only for all_to_all: NO_ROOM, WRONG_SIZE. NOT_COPIED: see mpicoll_single_copy. */
 enum { MISMATCHED, MOVED, NO_ROOM, WRONG_SIZE, NOT_COPIED };
 
-/* Runs a call by MPI; see mpi_calls.c. Returns 1; 0 without memory; or MPI's error code, which is
- * positive, times -1. */
+/* Runs a call by MPI. Returns 1; 0 without memory; or MPI's positive error code times -1. */
 int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mpicoll_block *send,
                      const struct mpicoll_block *recv, size_t count, uint32_t root,
                      uint32_t number);
@@ -68,8 +67,7 @@ void mpicoll_round_end(const struct mpicoll_shared *shared);
 int mpicoll_has_same_call(const struct mpicoll_shared *shared, uint32_t rank);
 int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank);
 
-/* Waits until all ranks have finished their parts, of about `bytes` bytes. Returns 0 if this rank
- * was aborted. */
+/* Waits until all ranks finish their parts of about `bytes` bytes. Returns 0 if aborted. */
 int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes);
 
 /* Ends the rounds. */

@@ -117,8 +117,7 @@ static int wait_for_abort(const struct mpicoll_processes *processes)
     return abort_call(processes);
 }
 
-/* Cost of writing relative to reading: the kernel locks and marks pages that it writes for another
- * process. */
+/* Cost of writing relative to reading: the kernel locks and marks pages that it writes. */
 enum { WRITE_COST = 2 };
 
 /* Returns the size of the last part of a block that its sender copies; the receiver copies the

@@ -23,7 +23,6 @@ from mpicoll.core.plan import (
     Extent,
     Implementation,
     NativeCall,
-    Run,
     SegmentTable,
 )  # fmt: skip
 from mpicoll.core.reproducible import LEVELS
@@ -118,9 +117,7 @@ class Shared:
             channel.spin_count = self._spin_count
 
     def build(self, kind: CallKind) -> Implementation:
-        """Return the implementation, which raises MismatchError on all ranks if primitive, count,
-        dtype, reduce operation or root differ.
-        """
+        """Return the implementation; calls that differ raise MismatchError on all ranks."""
         if not kind.primitive.even:
             return Exchange(self, kind)
         at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
@@ -150,9 +147,9 @@ class Shared:
 
         native_calls = [self.native_call(self, LISTS, lists, at)]
         if kind.primitive.root:
-            return _Native(run_blocks, native_calls)
+            return Implementation(run_blocks, native_calls)
         native_calls.append(self.native_call(self, FUSED, fused, at))
-        return _Native(run_blocks, native_calls, run_fused)
+        return Implementation(run_blocks, native_calls, run_fused)
 
     def native_call(self, owner: Any, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
@@ -191,9 +188,7 @@ class Shared:
             raise self.failure()
 
     def call(self, function: Callable[..., int], *arguments: Any) -> int:
-        """Run the current call by a function of the C library, whose last argument is the call
-        number; raise the error if its result is 0 or less.
-        """
+        """Run the current call by a C function whose last argument is the call number, or raise."""
         result: int = self._run(function, *arguments, self._group.sequence)
         if result <= 0:
             raise self.failure(result)
@@ -248,9 +243,7 @@ class Shared:
         return ctypes.addressof(self._mpi_plans[-1])
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the C library. On the progress thread of a crowded node, spin less, so
-        that computing threads get the processor.
-        """
+        """Call a function of the C library; spin less on the progress thread of a crowded node."""
         worker = self._group.worker
         if worker is None or not (worker.is_current and self._crowded_beside):
             return function(*arguments)
@@ -302,9 +295,7 @@ class Shared:
         return found
 
     def leave(self, alone: bool = True) -> None:
-        """Make this rank (``alone``) or all ranks stop waiting: current and later calls raise the
-        group's error.
-        """
+        """Make this rank (``alone``) or all ranks stop waiting: calls raise the group's error."""
         if alone:
             self._segment.aborted = 1
         else:
@@ -352,22 +343,6 @@ class Shared:
             f"{own.partition(' ')[0]} on {rank}: collective mismatch: the ranks made different "
             f"calls: {describe_by_rank(texts)}{consequence}"
         )
-
-
-class _Native(Implementation):
-    """An implementation with given native calls and a given function for segment tables."""
-
-    def __init__(
-        self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None = None
-    ) -> None:
-        super().__init__(run)
-        self._native_calls, self._fused = native_calls, fused
-
-    def native_calls(self) -> Sequence[NativeCall]:
-        return self._native_calls
-
-    def fused(self, count: int) -> Run | None:
-        return self._fused
 
 
 class Exchange(Implementation):

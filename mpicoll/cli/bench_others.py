@@ -74,9 +74,7 @@ class Mpi4py(Other):
         self._comm = comm
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call. None for averages and narrow floats, which MPI cannot reduce, and for
-        primitives without an MPI collective.
-        """
+        """Return the call; None for what MPI cannot reduce, and without an MPI collective."""
         row, op, dtype = case.row, case.op, case.dtype
         if not row.mpi:
             return None

@@ -463,9 +463,7 @@ _last_printed = ""
 
 
 def _was_printed(error: BaseException | None) -> bool:
-    """Return whether the same error was just printed, as all queued calls of a group fail alike.
-    Stores the error for the next comparison.
-    """
+    """Return whether the same error was just printed: queued calls of a group fail alike."""
     global _last_printed
     text = str(error) if isinstance(error, DistBackendError) else ""
     before, _last_printed = _last_printed, text

@@ -330,9 +330,7 @@ class StreamOrder(Point):
             self._runtime.wait(context.index, context.work, event)
 
     def leave(self, context: DeviceContext) -> None:
-        """End the call after the present work of the context; if it is synchronous, make the
-        caller's streams wait for it.
-        """
+        """End the call after the context's work; a synchronous call orders the caller's streams."""
         self._context = context
         self.events = (context.record(),)
         if self.asynchronous:
@@ -365,9 +363,7 @@ class StreamOrder(Point):
         self._dropped = True
 
     def holds(self) -> bool:
-        """Return whether the arrays must be kept: the caller may still wait, or the device may
-        still use them.
-        """
+        """Return whether the arrays must be kept: the caller may wait, or the device use them."""
         return self.held is not None and not (self._dropped and self.is_done())
 
 

@@ -189,9 +189,7 @@ def _parts(array: Array) -> Array:
 
 
 def factor_of(dtype: DType, factor: Factor) -> Any:
-    """Return the factor in the type by which numbers of ``dtype`` are multiplied, or raise
-    ArgumentTypeError.
-    """
+    """Return a factor in the type that multiplies numbers of ``dtype``; or ArgumentTypeError."""
     try:
         if dtype.kind is Kind.INTEGER:
             # Multiplying by the residue wraps in the same way.

@@ -230,9 +230,7 @@ def start_server(
 def _connect(
     address: ServerAddress, role: str, rendezvous: Rendezvous
 ) -> tuple[socket.socket, str]:
-    """Return a connection to the job's server, through the first host name that works, and the
-    job's secret.
-    """
+    """Return a connection to the job's server, by the first working host, and the job's secret."""
     errors, is_other = [], True
     local = ["127.0.0.1", "::1"] if address.machine == machine() else []
     secret = settings.SECRET.value() or address.secret

@@ -154,9 +154,7 @@ class ReceiveWork(PendingWork):
 
 @disable_compile
 class CompletedWork(_Work):
-    """A synchronous call, which raises its errors. Later work on the current stream sees its
-    result.
-    """
+    """A synchronous call. Later work on the current stream sees its result."""
 
     #: The output of the call: a tensor, or a list of tensors.
     output: Outputs = ()

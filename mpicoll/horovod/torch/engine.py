@@ -290,9 +290,7 @@ class Engine:
             request.done.set()
 
     def _warn(self, request: Request | None, missing: list[int]) -> None:
-        """Warn once about ranks that have begun other operations, so that no call of mpicoll
-        blocks and no hang report is printed.
-        """
+        """Warn once about missing ranks: no call of mpicoll blocks, so no hang is reported."""
         if request is None or time.monotonic() - request.began < _STALL_WARNING_S:
             return
         request.began = math.inf

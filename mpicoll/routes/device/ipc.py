@@ -276,9 +276,7 @@ class MappedArrays(RouteState):
     def _copied(
         self, view: DeviceView, filled: bool
     ) -> tuple[DeviceView, tuple[Allocation, bytes]]:
-        """Return memory for a copy of an array, with its alignment (modulo PIECE), and the result
-        of ``_export``.
-        """
+        """Return aligned memory (modulo PIECE) for a copy, and the result of ``_export``."""
         memory, exported = self._scratch(view.nbytes + PIECE)
         address = memory.address + (view.address - memory.address) % PIECE
         made = DeviceView(memory, view.dtype, view.device, address, (view.count,), None, 0)

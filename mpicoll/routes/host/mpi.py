@@ -256,9 +256,7 @@ def _reduce(kind: CallKind) -> Run:
 
 
 def _reduce_scatter(kind: CallKind) -> Run:
-    """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1), or MPI_Reduce for each block if
-    there are more than MAX_COUNT elements in total.
-    """
+    """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1), or MPI_Reduce above MAX_COUNT."""
     dtype, op, group = kind.dtype, _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()
     reduce_scatter_block = comm.Reduce_scatter_block

@@ -41,8 +41,7 @@ def is_proof(proof: object, secret: str, *words: object) -> bool:
     """Return whether a peer has proved that it knows the secret."""
     import hmac
 
-    text = str(proof).encode("utf-8", "replace")
-    return hmac.compare_digest(text, mac(secret, *words).encode())
+    return hmac.compare_digest(str(proof).encode("utf-8", "replace"), mac(secret, *words).encode())
 
 
 def tune(sock: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Processes of Linux: their state, how they have ended, and names claimed by one per node."""
+"""Processes of Linux: state, end, signals of a job, and names claimed by one per node."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import signal
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+#: Signals that launchers and schedulers send to every process of a job, not only to its ranks.
+JOB_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGXCPU", "SIGUSR1", "SIGUSR2"})
 _PF_EXITING = 4  # flag of a process that is exiting, in /proc/PID/stat
 #: Asks Linux how the process of a pidfd has ended (since 6.15), and where the answer has that.
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO = 0xC040FF0B, 8, struct.Struct("=Q52xi")
@@ -73,6 +76,22 @@ def _name_end(status: int) -> str:
     with contextlib.suppress(ValueError):  # a real-time signal has no name
         return f"code {code}" if code >= 0 else signal.Signals(-code).name
     return f"signal {-code}"
+
+
+@contextlib.contextmanager
+def blocked_job_signals() -> Iterator[None]:
+    """Block ``JOB_SIGNALS`` in processes that are started in this context, which inherit the mask.
+
+    Such a process serves ranks that may survive the signal, and ends with them. If it ignored the
+    signals itself, one that arrives while Python starts would end it.
+    """
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.Signals[name] for name in JOB_SIGNALS}
+    )
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 #: The sockets of this process's claims. A forked child closes them.

@@ -530,8 +530,7 @@ def _end_messages(group: ProcessGroup, limit: float) -> None:
     """
     for work in list(group.in_flight):
         if work._receives:
-            why = f"{work.description}: the group was destroyed"
-            work.abandon(CollectiveTimeoutError(why))
+            work.abandon(CollectiveTimeoutError(f"{work.description}: the group was destroyed"))
         elif not work._wait_finished(limit):
             raise CollectiveTimeoutError(
                 f"{work.description}: timed out: the message was not received within {limit:g} s"

@@ -198,7 +198,7 @@ def _cases(
     n, me, root = comm.Get_size(), comm.Get_rank(), options.root
     for row in dict.fromkeys(itertools.chain(*options.primitives)):
         if row.layout is Layout.EMPTY:
-            yield Case(row, None, None, 0, n, me, root)
+            yield Case(row, None, None, 0, n, me, root)  # type: ignore[arg-type]
             continue
         for dtype in options.datatype:
             for op in options.op if row.reduces else [None]:

@@ -36,7 +36,7 @@ class Case:
     """One line of the table, on this rank."""
 
     row: Primitive
-    dtype: DType | None  # None without an array
+    dtype: DType  # None without an array
     op: ReduceOp | None  # None without a reduction
     count: int  # elements of one block; the whole array if there is only one block
     #: Number of ranks, this rank, and the root.
@@ -67,7 +67,6 @@ class Case:
 
 
 def _larger(row: Primitive, n: int) -> int:
-    """Return the number of blocks of the larger array."""
     return n if row.many_in or row.many_out else 1
 
 
@@ -210,7 +209,6 @@ class Buffers:
 def _side(case: Case, blocks: int, many: bool, memory: Memory) -> Side | None:
     if not blocks:
         return None
-    assert case.dtype is not None
     whole = allocate_zeros(blocks * case.count, case.dtype, memory)
     arrays = [whole[i * case.count :][: case.count] for i in range(blocks)]
     return Side(arrays if many and case.row.listed else whole, arrays, whole)
@@ -335,7 +333,6 @@ _finfo: Any = ml_dtypes.finfo  # of NumPy's dtypes, too; has no types
 def _pattern(case: Case, source: int, block: int) -> Array:
     """Return the contents of a block of rank ``source``, at most one period."""
     op, dtype, length = case.op, case.dtype, min(case.count, PERIOD)
-    assert dtype is not None
     rng = np.random.default_rng([dtype.code, source, block])
     if dtype.kind is Kind.BOOL:
         return rng.integers(0, 2, length).astype(np.bool_)
@@ -364,7 +361,6 @@ def contents(case: Case) -> Iterator[Array]:
 def expected(case: Case) -> Iterator[Array]:
     """Yield the expected contents of each block of this rank's output, at most one period."""
     row, op, dtype = case.row, case.op, case.dtype
-    assert dtype is not None
     block = case.me if row.layout in _FOR_EACH else 0
     if op is not None and case.at_root:
         ranks = row.combined(case.me, case.n)
@@ -408,7 +404,6 @@ def fill(
 def wrong(array: MemoryArray, right: Array, case: Case, get: Callable[[MemoryArray], Array]) -> int:
     """Return the number of wrong elements. ``get`` copies a part of the array to the host."""
     dtype, found = case.dtype, 0
-    assert dtype is not None
     for start in range(0, len(array), _STEP):
         got = get(_words(array[start : start + _STEP], dtype)).view(dtype.numpy)
         expected = np.resize(right, len(got))
@@ -424,7 +419,6 @@ def wrong(array: MemoryArray, right: Array, case: Case, get: Callable[[MemoryArr
 
 def count_wrong(call: Call, case: Case, buffers: Buffers, variant: str, memory: Memory) -> int:
     """Fill the arrays, make the call, and count the wrong elements on this rank."""
-    assert case.dtype is not None
     input, output = buffers.of(case, variant)
     read = output if case.row.layout is Layout.IN_PLACE else input
     for block in output.blocks if output else ():

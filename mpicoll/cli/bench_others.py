@@ -74,9 +74,7 @@ class Mpi4py(Other):
         self._comm = comm
 
     def call(self, case: Case, buffers: Buffers) -> Call | None:
-        """Return the call. None for averages and narrow floats, which MPI cannot reduce, and for
-        primitives without an MPI collective.
-        """
+        """Return the call; None for what MPI cannot reduce, and without an MPI collective."""
         row, op, dtype = case.row, case.op, case.dtype
         if not row.mpi:
             return None
@@ -88,7 +86,7 @@ class Mpi4py(Other):
             arguments = [self._mpi.IN_PLACE, ready] if case.at_root else [ready, None]
             if not row.reduces:
                 arguments = [ready]
-        if op is not None and dtype is not None:
+        if op is not None:
             if op is ReduceOp.AVG or dtype.kind is Kind.NARROW_FLOAT:
                 return None
             name = op.mpi_logical if dtype.kind is Kind.BOOL else op.mpi
@@ -217,7 +215,6 @@ class _Table(tuning.Table):
         self._route = route
 
     def row(self, kind: str, ranks: int) -> dict[str, tuning.Steps]:
-        """Return the steps by placement."""
         return super().row(kind, ranks) | {
             place: ((0, self._route),)
             for place in tuning.PLACES

@@ -8,6 +8,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mpi4py
@@ -87,7 +88,6 @@ def _build_columns(
 
 
 def _heads(columns: Sequence[Column]) -> list[str]:
-    """Return the lines above the table."""
     groups = itertools.groupby(columns, lambda column: column.group)
     lines = [
         "".join(group.center(sum(each.width for each in own)) for group, own in groups),
@@ -108,29 +108,18 @@ def _own(result: Result) -> list[Result]:
     return [result[name] for name in ("out_of_place", "in_place") if result[name]]
 
 
+@dataclass
 class Bench:
-    """The benchmark on one rank. It measures one line of the table at a time; rank 0 prints it.
+    """The benchmark on one rank. It measures one line of the table at a time; rank 0 prints it."""
 
-    comm:   a private communicator of all ranks.
-    memory: memory of the arrays.
-    others: the other libraries and routes to compare with, by name.
-    notes:  lines for the header.
-    """
+    options: argparse.Namespace
+    comm: MPI.Intracomm  # a private communicator of all ranks
+    memory: Memory  # of the arrays
+    others: Mapping[str, Other]  # the other libraries and routes to compare with, by name
+    notes: Sequence[str] = ()  # lines for the header
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        comm: MPI.Intracomm,
-        memory: Memory,
-        others: Mapping[str, Other],
-        notes: Sequence[str] = (),
-    ) -> None:
-        self._options = options
-        self._comm = comm
-        self._memory = memory
-        self._others = others
-        self._notes = notes
-        self._timer = Timer(comm, memory.settle)
+    def __post_init__(self) -> None:
+        self._timer = Timer(self.comm, self.memory.settle)
 
     def run(self, cases: Iterable[Case]) -> Result:
         """Print a table for each primitive; return the data of --json, on all ranks."""
@@ -139,13 +128,13 @@ class Bench:
         results: list[Result] = []
         averages = {}
         for row, lines in itertools.groupby(cases, lambda case: case.row):
-            columns = _build_columns(self._options, row, self._others)
+            columns = _build_columns(self.options, row, self.others)
             self._print("#", f"# {row.name}", *_heads(columns))
             start = len(results)
             for case in lines:
                 results.append(self._line(case))
                 self._print("".join(column.text(results[-1]) for column in columns))
-            if self._options.check:
+            if self.options.check:
                 found = sum(map(_count_wrong, results[start:]))
                 self._print(f"# Out of bounds values : {found} {'FAILED' if found else 'OK'}")
             every = [one["busbw"] for result in results[start:] for one in _own(result)]
@@ -167,20 +156,19 @@ class Bench:
         }
 
     def _print(self, *lines: str) -> None:
-        if self._comm.Get_rank() == 0:
+        if self.comm.Get_rank() == 0:
             print("\n".join(lines), flush=True)
 
     def _line(self, case: Case) -> Result:
-        """Measure a case."""
-        buffers = ring(case, self._memory)
+        buffers = ring(case, self.memory)
         own = variants(case.row)
         calls = {
             name: fresh(case, buffers, [own_call(case, each, name) for each in buffers], name)
             for name in own
         }
-        for name, other in self._others.items():
+        for name, other in self.others.items():
             found_calls = [other.call(case, each) for each in buffers]
-            if works_on_all(found_calls[0], self._comm):
+            if works_on_all(found_calls[0], self.comm):
                 calls[name] = fresh(case, buffers, [call for call in found_calls if call])
         samples = self._measure(calls)
         found: dict[str, Result] = {name: {} for name in calls}
@@ -197,11 +185,11 @@ class Bench:
             }
             if name not in own:
                 found[name]["ratio"] = took / found[own[0]]["time"]
-            is_ours = name in own or isinstance(self._others[name], Route)
-            if self._options.check and case.dtype and is_ours:
+            is_ours = name in own or isinstance(self.others[name], Route)
+            if self.options.check and case.dtype and is_ours:
                 variant = name if name in own else own[0]
-                wrong = count_wrong(calls[name].calls[0], case, buffers[0], variant, self._memory)
-                found[name]["wrong"] = sum(control_messages.allgather(self._comm, wrong, int))
+                wrong = count_wrong(calls[name].calls[0], case, buffers[0], variant, self.memory)
+                found[name]["wrong"] = sum(control_messages.allgather(self.comm, wrong, int))
         return {
             "primitive": case.row.name,
             "size": case.size,
@@ -212,23 +200,23 @@ class Bench:
             "spread": found[own[0]]["spread"],
             "out_of_place": found.get("out_of_place"),
             "in_place": found.get("in_place"),
-            "compare": {name: found.get(name) for name in self._others},
+            "compare": {name: found.get(name) for name in self.others},
         }
 
     def _measure(self, calls: Mapping[str, Fresh]) -> Samples:
-        given, warm = self._options.iters, self._options.warmup_iters
+        given, warm = self.options.iters, self.options.warmup_iters
         warm = warm or (0 if given else 1)
         once = {
             name: min((self._timer.time(call) for _ in range(warm)), default=0.0)
             for name, call in calls.items()
         }
-        once = control_messages.bcast(self._comm, once, 0, dict[str, float])
+        once = control_messages.bcast(self.comm, once, 0, dict[str, float])
         loops = {name: given or _REPETITION_EFFORT.calls(took) for name, took in once.items()}
-        return self._timer.sample(calls, self._options.repetitions, loops)
+        return self._timer.sample(calls, self.options.repetitions, loops)
 
     def _facts(self) -> Result:
         """Return machine and versions of rank 0, on all ranks."""
-        nodes = control_messages.allgather(self._comm, platform.node(), str)
+        nodes = control_messages.allgather(self.comm, platform.node(), str)
         name, version = MPI.get_vendor()
         facts = {
             "command": " ".join(sys.argv[1:]),
@@ -241,12 +229,12 @@ class Bench:
             "NumPy": np.__version__,
             "Python": platform.python_version(),
             "reductions": library.describe(),
-            "arrays": self._memory.name,
+            "arrays": self.memory.name,
         }
-        return control_messages.bcast(self._comm, facts, 0, Result)
+        return control_messages.bcast(self.comm, facts, 0, Result)
 
     def _header(self, facts: Result) -> list[str]:
-        options, nodes = self._options, facts["nodes"]
+        options, nodes = self.options, facts["nodes"]
         where = nodes[0] if len(nodes) == 1 else f"{len(nodes)} nodes ({nodes[0]}, ...)"
         calls = f"{options.iters} calls" if options.iters else f"{_REPETITION_EFFORT.sample:g} s"
         versions = ", ".join(f"{x} {facts[x]}" for x in ("mpicoll", "mpi4py", "NumPy", "Python"))
@@ -258,6 +246,6 @@ class Bench:
             f"time: median of {options.repetitions} repetitions of {calls} each, of the slowest "
             "rank; ranks send new data, written before a barrier",
         ]
-        if self._others:
+        if self.others:
             lines.append("ratio: time of the comparison / time of mpicoll")
-        return [f"# {line}" for line in (*lines, *self._notes)]
+        return [f"# {line}" for line in (*lines, *self.notes)]

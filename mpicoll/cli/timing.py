@@ -160,13 +160,11 @@ class Timer:
         for case in [*cases.values()] * 2:
             self.time(case)
         took = [self.combine([self.time(case) for case in cases.values()]) for _ in range(tries)]
-        medians = map(statistics.median, zip(*took, strict=True))
-        return dict(zip(cases, medians, strict=True))
+        return dict(zip(cases, map(statistics.median, zip(*took, strict=True)), strict=True))
 
     def measure(self, cases: Mapping[str, Timed], effort: Effort) -> Samples:
         """Return samples of the cases within the effort."""
-        once = self.once(cases)
-        calls = {name: effort.calls(took) for name, took in once.items()}
+        calls = {name: effort.calls(took) for name, took in self.once(cases).items()}
         begin = time.perf_counter()
         for name, case in cases.items():
             self.time(case, calls[name])

@@ -502,9 +502,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def set_task_runner(run: Callable[..., Any]) -> None:
-    """Set the function that runs tasks in the order of a group's collectives, with the arguments of
-    ``execute.run_in_order``.
-    """
+    """Set the function that runs tasks in the order of calls, as ``execute.run_in_order`` does."""
     state.run_task = run
 
 

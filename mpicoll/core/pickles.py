@@ -143,7 +143,6 @@ class _RestrictedUnpickler(pickle._Unpickler):
             raise RefusedPickleError(_describe_refusal(module, name)) from None
 
     def add_created(self, obj: object) -> None:
-        """Allow the pickle to change an object."""
         self._created[id(obj)] = obj
 
     def check(self, obj: object) -> None:

@@ -64,31 +64,34 @@ class SegmentTable(NamedTuple):
 class Implementation:
     """The functions of a route for one kind of call in one group.
 
-    A route that supports more than ``run`` overrides the other methods.
+    A route that supports more than these functions overrides the other methods.
 
     run: runs one call on contiguous buffers. ``send`` is None if the call is in place or this rank
          sends nothing; ``recv`` is None if this rank receives nothing.
+    native_calls, fused: results of the methods, by default.
     """
 
     run: Run
+    _native_calls: Sequence[NativeCall] = ()
+    _fused: Run | None = None
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(
+        self, run: Run, native_calls: Sequence[NativeCall] = (), fused: Run | None = None
+    ) -> None:
+        self.run, self._native_calls, self._fused = run, native_calls, fused
 
     def native_calls(self) -> Sequence[NativeCall] | None:
         """Return the functions for the native fast path; None if they are not known yet."""
-        return ()
+        return self._native_calls
 
     def fused(self, count: int) -> Run | None:
         """Return a function for calls on SegmentTables with blocks of at most ``count`` elements,
         None if there is none. Called inside a call, in the order of the group's calls.
         """
-        return None
+        return self._fused
 
     def notify_failure(self, error: Exception, context: Any, extent: Extent) -> None:
-        """Notify the other ranks that this rank failed in a call on a device, so that they stop
-        waiting for it.
-        """
+        """Notify ranks that wait for this one that it failed in a call on a device."""
 
     def only_enqueues(self, extent: Extent | None = None) -> bool:
         """Return whether a call of this extent, or of any, only enqueues work on device streams,
@@ -119,12 +122,12 @@ class Wrapper(Implementation):
 
 
 class CallKind(NamedTuple):
-    """The properties of calls that share one implementation. op and dtype may be None."""
+    """The properties of calls that share one implementation."""
 
     primitive: Primitive
     group: ProcessGroup
     op: ReduceOp | None
-    dtype: DType | None
+    dtype: DType  # None for a barrier, which reads no dtype
 
     @property
     def combined(self) -> range:
@@ -134,7 +137,7 @@ class CallKind(NamedTuple):
     @property
     def level(self) -> str | None:
         """Return the level of reproducibility that the calls must keep."""
-        if self.op is None or self.dtype is None:
+        if self.op is None:
             return None
         return needed(self.group.reproducible, self.op, self.dtype, self.group.size())
 

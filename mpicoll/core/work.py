@@ -337,7 +337,6 @@ class Work:
                     order.settle()
 
     def _record_timeout(self, limit: float | None) -> CollectiveTimeoutError:
-        """Record a wait that timed out; return the error."""
         self.has_timed_out = True
         error = CollectiveTimeoutError(
             f"{self.description}: timed out: not complete within {limit:g} s; another rank has not "
@@ -464,9 +463,7 @@ _last_printed = ""
 
 
 def _was_printed(error: BaseException | None) -> bool:
-    """Return whether the same error was just printed, as all queued calls of a group fail alike.
-    Stores the error for the next comparison.
-    """
+    """Return whether the same error was just printed: queued calls of a group fail alike."""
     global _last_printed
     text = str(error) if isinstance(error, DistBackendError) else ""
     before, _last_printed = _last_printed, text

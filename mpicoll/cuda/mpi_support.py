@@ -95,9 +95,7 @@ def find_switch(version: str, environment: Mapping[str, str]) -> Switch | None:
 
 
 def has_ucx_cuda() -> bool:
-    """Return True if UCX is loaded with CUDA transports: it may then move device memory even if
-    MPI denies it.
-    """
+    """Return whether UCX has CUDA transports: it may move device memory even if MPI denies it."""
     with suppress(OSError):
         for path in set(re.findall(r"/\S*/libuct\.so\S*", Path("/proc/self/maps").read_text())):
             if any(Path(path).parent.glob("ucx/libuct_cuda.so*")):

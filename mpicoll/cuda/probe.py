@@ -25,7 +25,7 @@ import numpy as np
 from mpicoll.cuda import runtime
 from mpicoll.cuda.probe_cache import HUNG, OK, ProbeOutcome
 from mpicoll.cuda.streams import poll_until
-from mpicoll.launch.launchers import is_launcher_variable
+from mpicoll.launch.launchers import without_launcher
 from mpicoll.launch.rendezvous import find_rendezvous, read_rank
 from mpicoll.launch.world import start_mpi
 
@@ -93,12 +93,9 @@ def _is_openmpi(mpirun: str, environment: dict[str, str]) -> bool:
 
 def _without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for processes with a separate MPI world."""
-    kept = {name: value for name, value in environment.items() if not is_launcher_variable(name)}
-    paths = [*filter(None, [kept.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
     # Two processes, regardless of the number of slots; variables of Open MPI 5 and later, and
     # before.
-    return kept | {
-        "PYTHONPATH": os.pathsep.join(paths),
+    return without_launcher(environment) | {
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "PRTE_MCA_hwloc_default_binding_policy": "none",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
@@ -220,8 +217,7 @@ def _values(nbytes: int, rank: int) -> np.ndarray[Any, Any]:
 def _message(memory: runtime.Memory) -> list[Any]:
     from mpi4py import MPI
 
-    buffer = MPI.buffer.fromaddress(memory.address, memory.nbytes)
-    return [buffer, memory.nbytes // 4, MPI.FLOAT]
+    return [MPI.buffer.fromaddress(memory.address, memory.nbytes), memory.nbytes // 4, MPI.FLOAT]
 
 
 #: Messages that were not received, and their memory, to which MPI may still write.
@@ -269,8 +265,7 @@ def _probe(folder: Path, limit: float, rank: int | None, size: int | None) -> No
         rendezvous = None
         if rank is not None:
             method = f"file://{folder}/rendezvous"
-            given = read_rank(method, rank, size)
-            rendezvous = find_rendezvous(method, given, limit)
+            rendezvous = find_rendezvous(method, read_rank(method, rank, size), limit)
         with start_mpi(rendezvous, limit) as world:
             me = world.Get_rank()
             cuda = runtime.get_runtime()

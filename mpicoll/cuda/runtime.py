@@ -285,9 +285,7 @@ class Runtime:
             self._api.eventSynchronize(event.number)
 
     def synchronize_device(self, index: int) -> None:
-        """Block until the present work of all streams of this process on a device is done, without
-        the GIL.
-        """
+        """Block, without the GIL, until the present work of this process on a device is done."""
         with self.on(index):
             self._api.deviceSynchronize()
 
@@ -355,9 +353,7 @@ class Runtime:
             arrays[0][...] = arrays[1]
 
     def load(self, index: int, by: Loop, n: int) -> None:
-        """Compile the kernel of ``combine`` for n sources and outputs in total, unless it is
-        compiled.
-        """
+        """Compile the kernel of ``combine`` for n sources and outputs, unless it is compiled."""
         with self.on(index):
             self._kernels_of(index).load(by, n)
 
@@ -365,9 +361,7 @@ class Runtime:
         self, index: int, by: Loop, sources: Sequence[int], outs: Sequence[int], count: int,
         divisor: float, stream: int,
     ) -> None:  # fmt: skip
-        """Enqueue ``out = (source op source ...) / divisor`` for each output; see
-        DeviceKernels.combine.
-        """
+        """Enqueue ``out = (source op ...) / divisor`` for each output; see DeviceKernels."""
         if count:
             with self.on(index):
                 self._kernels_of(index).combine(by, sources, outs, count, divisor, stream)

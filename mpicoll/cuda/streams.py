@@ -134,8 +134,7 @@ class DeviceContext:
 
     def follow(self, other: DeviceContext) -> None:
         """Make later work of this context wait for the present work of another context."""
-        event = self.runtime.record(other.index, other.work)
-        self.runtime.wait(self.index, self.work, event)
+        self.runtime.wait(self.index, self.work, self.runtime.record(other.index, other.work))
 
     def record(self) -> Event:
         """Return an event for the present work of the work stream."""
@@ -331,9 +330,7 @@ class StreamOrder(Point):
             self._runtime.wait(context.index, context.work, event)
 
     def leave(self, context: DeviceContext) -> None:
-        """End the call after the present work of the context; if it is synchronous, make the
-        caller's streams wait for it.
-        """
+        """End the call after the context's work; a synchronous call orders the caller's streams."""
         self._context = context
         self.events = (context.record(),)
         if self.asynchronous:
@@ -366,9 +363,7 @@ class StreamOrder(Point):
         self._dropped = True
 
     def holds(self) -> bool:
-        """Return whether the arrays must be kept: the caller may still wait, or the device may
-        still use them.
-        """
+        """Return whether the arrays must be kept: the caller may wait, or the device use them."""
         return self.held is not None and not (self._dropped and self.is_done())
 
 

@@ -39,9 +39,7 @@ def set_process_device(runtime: Runtime, index: int) -> None:
 
 
 def use_process_device() -> None:
-    """Make the process's device current on this thread of mpicoll, if there is one. Each thread
-    calls this before each task.
-    """
+    """Make the process's device, if any, current on this thread of mpicoll, before each task."""
     _own.ours = True
     if _own.device is not _device and _device is not None:
         runtime, index = _own.device = _device

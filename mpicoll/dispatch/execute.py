@@ -34,7 +34,7 @@ from mpicoll.core.signature import (
 from mpicoll.core.work import Work
 from mpicoll.cuda.streams import StreamOrder
 from mpicoll.dispatch import fusing, packing
-from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.dtypes import ReduceOp
 from mpicoll.errors import ArgumentError, MismatchError, MpicollError, MPIError
 from mpicoll.failures import consistency, flight_record, group_failure
 from mpicoll.kernels.calls import bind_fast_path
@@ -123,7 +123,6 @@ def wait_unless(async_op: bool, work: Work) -> Work | None:
 
 
 def _as_output_list(output: Any) -> Sequence[Any]:
-    """Return the output argument of a call as a sequence of arrays."""
     return () if output is None else output if isinstance(output, (list, tuple)) else (output,)
 
 
@@ -293,8 +292,7 @@ def _run_all(
     if waits:
         perform(*call)
         return None
-    orders = [order for _, own in ordered for order in own]
-    return _start(call, async_op, name, outputs, orders)
+    return _start(call, async_op, name, outputs, [order for _, own in ordered for order in own])
 
 
 def _find_root(
@@ -417,7 +415,7 @@ def _plan(
     primitive: Primitive,
     group: ProcessGroup,
     op: ReduceOp | None,
-    dtype: DType | None,
+    dtype: Any,  # a DType; None for a barrier
     on_device: bool,
 ) -> Plan:
     """Return the plan of a kind of call; the first call makes it."""
@@ -436,7 +434,6 @@ def _plan(
     group.check_open()
     found = None
     if primitive.reduces:
-        assert dtype is not None
         found = checks.check_operation(primitive, op, dtype)
     # Ranks may name the same op differently; they must choose its implementation together once.
     by_row = (primitive, dtype, found, *key[3:])

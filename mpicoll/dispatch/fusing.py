@@ -142,9 +142,7 @@ class Entries:
         return [self._views_of(batch) for batch in batches(self._sizes())]
 
     def run(self, plan: Plan) -> None:
-        """Run all calls on the host, inside a call of the group: all as one if the route of the
-        largest takes segment tables.
-        """
+        """Run all calls on the host: as one if the route of the largest takes segment tables."""
         even = all(count.__class__ is int for count in self.counts)
         fused = plan.implementation.fused(max(self.counts)) if even else None
         for batch in [range(len(self.counts))] if fused else batches(self._sizes()):
@@ -352,7 +350,6 @@ class _OnHost(_Side):
             one.copy_to(beside)
 
     def write_back(self) -> None:
-        """Copy the contiguous copies back to their views."""
         for one, beside in self._copies:
             one.copy_from(beside)
 

@@ -27,7 +27,7 @@ from mpicoll.failures.status_page import Cell, map_page
 from mpicoll.launch.host_identity import addresses, node
 from mpicoll.launch.launcher_processes import find_ancestors, find_starter, open_stderr
 from mpicoll.launch.server import listen
-from mpicoll.signals import blocked_job_signals
+from mpicoll.processes import blocked_job_signals
 
 if TYPE_CHECKING:
     from mpi4py import MPI

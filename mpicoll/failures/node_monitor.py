@@ -43,8 +43,7 @@ from mpicoll.failures import report
 from mpicoll.failures.report import Snapshot
 from mpicoll.failures.status_page import DONE, ENDING, map_page
 from mpicoll.line_protocol import ANSWER_TIMEOUT_S, JsonConnection, LineServer, is_proof, mac
-from mpicoll.processes import is_dying, is_in_signal_set, read_end, state_of
-from mpicoll.signals import JOB_SIGNALS
+from mpicoll.processes import JOB_SIGNALS, is_dying, is_in_signal_set, read_end, state_of
 
 _CHECK_INTERVAL_S = 1.0  # of the processes
 _STACKS_TIMEOUT_S = 2.0  # to collect the stacks of all ranks of a node
@@ -210,7 +209,6 @@ class NodeMonitor(LineServer[JsonConnection]):
                 self._kill(now)
 
     def _close(self, descriptor: int) -> None:
-        """Close a descriptor with a handler."""
         del self._handlers[descriptor]
         self.poll.unregister(descriptor)
         os.close(descriptor)

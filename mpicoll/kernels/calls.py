@@ -117,8 +117,7 @@ class PythonCalls:
         if not self._length:
             return 0
         self._entered += 1
-        created = monotonic_ns()
-        entry = [self._entered, 0, 0, kind, sizes, root, created, 0, 0, get_ident()]
+        entry = [self._entered, 0, 0, kind, sizes, root, monotonic_ns(), 0, 0, get_ident()]
         self._history.append(entry)
         return self._entered
 
@@ -143,8 +142,7 @@ class PythonCalls:
 
     def history(self) -> list[tuple[int, ...]]:
         """Return the latest calls, oldest first, as tuples of CallEntry's fields."""
-        entries = list(self._history)
-        return [(*entry[:5], entry[5] & 0xFFFFFFFF, *entry[6:]) for entry in entries]
+        return [(*one[:5], one[5] & 0xFFFFFFFF, *one[6:]) for one in list(self._history)]
 
     def end(self) -> None:
         """Mark the last call as ended, and release the lock."""
@@ -264,8 +262,7 @@ def find_signal_handler() -> int:
 
 def take_interruption() -> BaseException | None:
     """Return the exception that a signal handler has raised, once."""
-    found: BaseException | None = None if _module is None else _module.take_interruption()
-    return found
+    return None if _module is None else _module.take_interruption()
 
 
 def describe() -> str:

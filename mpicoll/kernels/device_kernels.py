@@ -170,7 +170,6 @@ class DeviceKernels:
     def _launch(
         self, name: str, line: str, arguments: Sequence[Any], cut: _Cut, stream: int
     ) -> None:
-        """Enqueue the kernel called ``name``, which ``line`` defines."""
         import cupy
 
         if not cut.elements:

@@ -69,9 +69,7 @@ class Kernels:
     def make_channels(
         self, base: int, slot: int, n: int, me: int, flat_max_ranks: int = 0, count: int = 1
     ) -> Any:
-        """Return the handles of a segment of ``count`` channels at address ``base``: an array of
-        ``mpicoll_shared``.
-        """
+        """Return the handles of ``count`` channels at address ``base``: C structures, an array."""
         channels, region = (self._Channel * count)(), self.shared_region(slot, n)
         for number, channel in enumerate(channels):
             channel.base, channel.stride = base + number * region, count * region

@@ -185,14 +185,11 @@ _ACCUMULATOR, _OPERAND = range(2)
 
 
 def _parts(array: Array) -> Array:
-    """The real and imaginary parts of complex numbers, alternating."""
     return array.view(array.real.dtype)
 
 
 def factor_of(dtype: DType, factor: Factor) -> Any:
-    """Return the factor in the type by which numbers of ``dtype`` are multiplied, or raise
-    ArgumentTypeError.
-    """
+    """Return a factor in the type that multiplies numbers of ``dtype``; or ArgumentTypeError."""
     try:
         if dtype.kind is Kind.INTEGER:
             # Multiplying by the residue wraps in the same way.
@@ -258,7 +255,6 @@ def _combine_narrow(
 
 
 def _widen(dtype: DType, source: Array, out: Array) -> None:
-    """Convert a narrow float to float32."""
     if _compiled is None or dtype.name not in FORMATS:
         np.copyto(out, source, casting="unsafe")
     else:
@@ -288,7 +284,6 @@ def _combine_in_c(loop: Loop, sources: Sequence[Array], out: Array, divisor: int
 
 @cache
 def _format(name: str) -> int:
-    """Return the C library's index of a format."""
     assert kernels is not None
     index: int = kernels.format(name.encode())
     return index

@@ -195,7 +195,6 @@ class _ExitHooks:
         return True
 
     def remove(self) -> None:
-        """Restore the previous hook."""
         atexit.unregister(self._exiting)
         if self._finalizer is not None:
             self._finalizer.cancel()

@@ -72,9 +72,7 @@ def end_after(limit: float, message: str, code: int) -> contextlib.AbstractConte
 
 @contextlib.contextmanager
 def _limited(limit: float, *arguments: Any) -> Iterator[None]:
-    """End this process from a C thread if the block takes more than ``limit`` seconds; see
-    ``init_timeout.c``.
-    """
+    """End this process from a C thread if the block takes more than ``limit`` seconds."""
     assert kernels is not None
     (reader, writer), (started, starts) = os.pipe(), os.pipe()  # starts: written by the C thread
     with contextlib.ExitStack() as stack:

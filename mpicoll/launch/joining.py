@@ -26,7 +26,7 @@ from mpicoll.launch.rendezvous import (
 )
 from mpicoll.launch.session import Session, set_current
 from mpicoll.line_protocol import is_proof, mac, tune
-from mpicoll.signals import blocked_job_signals
+from mpicoll.processes import blocked_job_signals
 
 _WHERE = "init_process_group"
 #: The variable with the secret of the job, if the user has set one.
@@ -230,9 +230,7 @@ def start_server(
 def _connect(
     address: ServerAddress, role: str, rendezvous: Rendezvous
 ) -> tuple[socket.socket, str]:
-    """Return a connection to the job's server, through the first host name that works, and the
-    job's secret.
-    """
+    """Return a connection to the job's server, by the first working host, and the job's secret."""
     errors, is_other = [], True
     local = ["127.0.0.1", "::1"] if address.machine == machine() else []
     secret = settings.SECRET.value() or address.secret
@@ -266,8 +264,7 @@ def _authenticate(sock: socket.socket, role: str, rendezvous: Rendezvous, secret
         sock.sendall(b"secret\n")
         secret = _read_line(sock).removeprefix("secret ")
     words = [role, str(rendezvous.rank), str(rendezvous.world_size), node(), mine]
-    proof = mac(secret, "rank", theirs, *words)
-    sock.sendall(" ".join([*words, proof]).encode() + b"\n")
+    sock.sendall(" ".join([*words, mac(secret, "rank", theirs, *words)]).encode() + b"\n")
     answer, _, rest = _read_line(sock).partition(" ")
     if answer == "taken":
         raise RankTakenError(f"another process has connected as rank {rendezvous.rank} of this job")

@@ -6,6 +6,7 @@ import enum
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -262,3 +263,10 @@ def is_bootstrap_variable(
 def is_launcher_variable(name: str) -> bool:
     """Return whether a launcher sets this variable only for the ranks of its job."""
     return any(each.owned and re.match(each.owned, name) for each in LAUNCHERS)
+
+
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a process outside the job, in which mpicoll can be imported."""
+    kept = {name: value for name, value in environment.items() if not is_launcher_variable(name)}
+    paths = filter(None, [kept.get("PYTHONPATH"), str(Path(__file__).parents[2])])
+    return kept | {"PYTHONPATH": os.pathsep.join(paths)}

@@ -164,7 +164,6 @@ def wait(inter: MPI.Intercomm, count: int, limit: float | None, check: Callable[
 
 
 def _receive(inter: MPI.Intercomm, status: MPI.Status) -> str:
-    """Receive the probed message."""
     from mpi4py import MPI
 
     data = bytearray(status.Get_count(MPI.BYTE))

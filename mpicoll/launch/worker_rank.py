@@ -74,9 +74,7 @@ def _write(descriptor: int, *message: object) -> None:
 
 
 def _exit_with_job(joined: session.Session) -> None:
-    """End this process when the job ends. The watchdog thread of a process group is faster, but the
-    function may have no process group.
-    """
+    """End this process when the job ends, also if the function has no process group."""
     while not joined.has_ended_badly():
         time.sleep(_CHECK_INTERVAL_S)
     time.sleep(_EXIT_DELAY_S)

@@ -27,7 +27,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mpicoll.errors import ArgumentError, LaunchError, MpicollError
@@ -91,14 +90,8 @@ class Worker:
         variables, address: see ``assign``. limit: seconds for all ranks to connect.
         """
         # The variables of the launcher that started the engine's worker do not describe this rank.
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not launchers.is_launcher_variable(name)
-            and not launchers.is_bootstrap_variable(name)
-        }
-        own = str(Path(__file__).parents[2])
-        kept["PYTHONPATH"] = os.pathsep.join(filter(None, [kept.get("PYTHONPATH"), own]))
+        found = launchers.without_launcher(os.environ).items()
+        kept = {name: value for name, value in found if not launchers.is_bootstrap_variable(name)}
         reader, writer = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mpicoll.launch.worker_rank", str(writer)],
@@ -167,9 +160,8 @@ def assign(places: Sequence[Place], rank: int) -> tuple[dict[str, str], str]:
     """
     nodes = [each.node for each in places]
     host = LOOPBACK if len(set(nodes)) == 1 else places[0].host
-    local_rank = nodes[:rank].count(nodes[rank])
-    local_size = nodes.count(nodes[rank])
-    values = rank, len(places), local_rank, local_size, host, places[0].port
+    local = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
+    values = rank, len(places), *local, host, places[0].port
     return dict(zip(TORCH_VARIABLES, map(str, values), strict=True)), places[0].address
 
 

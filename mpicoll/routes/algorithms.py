@@ -42,7 +42,6 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
 def build(kind: CallKind, space: Space) -> Run:
     """Return the function that runs a kind of call in ``space``. Its caller synchronizes."""
     primitive, group, op, dtype = kind
-    assert dtype is not None
     if op is not None and op.factor is not None:
         return premultiplied(kind, space, lambda wide: _synchronized(build(wide, space), space))
     algorithm, n, me = ALGORITHMS[primitive.name], group.size(), group.rank()
@@ -84,7 +83,7 @@ def premultiplied(kind: CallKind, space: Space, build_sum: Callable[[CallKind], 
                float32, and rounded once at the end.
     """
     primitive, group, op, dtype = kind
-    assert op is not None and op.factor is not None and dtype is not None
+    assert op is not None and op.factor is not None
     me, factor = group.rank(), op.factor
     n = group.size() if primitive.many_in else 1
     wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype

@@ -66,10 +66,8 @@ def _gather(scope: Scope, view: View, counts: Sequence[int]) -> None:
 
 
 def _combine(scope: Scope, sources: Sequence[View], out: View, n: int) -> None:
-    """Combine the elements of n ranks."""
     assert scope.op is not None
-    divisor = n if scope.op is ReduceOp.AVG else 1
-    scope.space.combine(scope.op, sources, out, divisor, scope.exact)
+    scope.space.combine(scope.op, sources, out, n if scope.op is ReduceOp.AVG else 1, scope.exact)
 
 
 def reduce(scope: Scope, send: None, recv: View, blocks: Blocks, root: int) -> None:

@@ -22,7 +22,7 @@ def choose(kind: CallKind, on_device: bool) -> Implementation:
     """
     if kind.exact:
         op, dtype = kind.op, kind.dtype
-        assert op is not None and dtype is not None
+        assert op is not None
         if op not in (ReduceOp.MIN, ReduceOp.MAX) and not rounds_sums(op, dtype):
             raise UnsupportedError(
                 f"{kind.primitive.name}: {op} of {dtype} is rounded once for each rank, and group "

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as c10d
-from torch import Tensor
 
 from mpicoll.api import subgroups
 from mpicoll.core.groups import ProcessGroup
@@ -33,7 +32,6 @@ from mpicoll.torch import core_groups
 from mpicoll.torch.collectives import Collectives
 from mpicoll.torch.internals import device_types, disable_compile, is_recording
 from mpicoll.torch.options import get_seconds
-from mpicoll.torch.windows import TorchWindow
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend
@@ -102,8 +100,8 @@ _CALLS = (
 )  # fmt: skip
 #: Methods of a group that call its backend. ``getBackendName`` is ``name`` in C++.
 _DELEGATED = (
-    "abort", "getBackendName", "monitored_barrier", "name", "new_window", "register_abort_hook",
-    "shutdown", "unregister_abort_hook",
+    "_end_coalescing", "_start_coalescing", "abort", "getBackendName", "monitored_barrier", "name",
+    "new_window", "register_abort_hook", "shutdown", "unregister_abort_hook",
 )  # fmt: skip
 
 
@@ -142,14 +140,6 @@ class TorchBackend(Collectives, C.Backend):  # type: ignore[misc]
     def __init__(self, core: ProcessGroup) -> None:
         super().__init__(core)
         self._abort_hooks: dict[int, Callable[[], None]] = {}
-
-    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
-        """Create a window for one-sided communication; every member calls it.
-
-        tensor: registered immediately; None to register later. Not available from C++, where
-            windows are C++ objects.
-        """
-        return TorchWindow(self.core, tensor)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Return False: tensors need no special memory."""
@@ -281,15 +271,7 @@ class BackedGroup(DerivedGroups, C.ProcessGroup):  # type: ignore[misc]
     # It calls ``gather``, because torch's dispatcher has gather_single only for C++ backends.
     gather_single = gather_into_tensor = Collectives.gather_single
 
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.backend.start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> c10d.Work:
-        return self.backend.end_coalescing()
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: every group starts at 0."""
-
+    _set_sequence_number_for_group = Collectives._do_nothing
     # torch reads these from the group.
     supports_abort_hooks = property(lambda self: self.backend.supports_abort_hooks)
     supports_reconfigure = property(lambda self: self.backend.supports_reconfigure)
@@ -397,7 +379,6 @@ class TorchGroup(Collectives, DerivedGroups, c10d.ProcessGroup):  # type: ignore
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The device types whose tensors are served."""
         return [torch.device(kind) for kind in device_types()]
 
     def _get_backend(self, device: torch.device) -> TorchGroup:
@@ -412,13 +393,3 @@ class TorchGroup(Collectives, DerivedGroups, c10d.ProcessGroup):  # type: ignore
     def get_group_store(self) -> c10d.Store:
         """Return torch's store of the group."""
         return self.store
-
-    def new_window(self, tensor: torch.Tensor | None = None) -> TorchWindow:
-        """Create a window for one-sided communication, as torch does from 2.14 on."""
-        return TorchWindow(self.core, tensor)
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self.start_coalescing()
-
-    def _end_coalescing(self, device: torch.device) -> c10d.Work:
-        return self.end_coalescing()

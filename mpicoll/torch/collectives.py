@@ -40,6 +40,7 @@ from mpicoll.torch.options import (
     unwrap_list,
     unwrap_tensor,
 )
+from mpicoll.torch.windows import TorchWindow
 from mpicoll.torch.works import (
     CompletedWork,
     Outputs,
@@ -50,7 +51,6 @@ from mpicoll.torch.works import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch._C._distributed_c10d import AllgatherOptions
 
 #: Number of rows for each rank, of the output and of the input.
@@ -93,28 +93,31 @@ class Collectives:
         """The options of the group; its timeout can be set."""
         return GroupOptions(self.core)
 
-    def eager_connect_single_device(self, device: torch.device | None) -> None:
-        """Do nothing: the ranks are connected when the group is created."""
+    def _do_nothing(self, *unused: object) -> None:
+        """Methods that torch calls and this backend does not need."""
 
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: only members participate in the creation of a group."""
+    eager_connect_single_device = _do_nothing  # the ranks are connected when a group is created
+    perform_nocolor_split = _do_nothing  # only members participate in the creation of a group
+    _set_sequence_number_for_group = _do_nothing  # every group starts at 0
+    _enable_collectives_timing = _do_nothing  # as in Gloo: no Work has a duration
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.set_timeout(timeout)
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collectives that this rank has started."""
         return self.core.begun
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: every group starts at 0."""
-
-    def _enable_collectives_timing(self) -> None:
-        """Do nothing, as Gloo does: no Work has a duration."""
 
     def _wait_for_pending_works(self) -> None:
         if self.core.worker is not None:
             execute.submit(self.core, lambda: None, "wait", ()).wait()
+
+    def new_window(self, tensor: Tensor | None = None) -> TorchWindow:
+        """Create a window for one-sided communication; every member calls it.
+
+        tensor: registered immediately; None to register later. Not available from C++, where
+            windows are C++ objects.
+        """
+        return TorchWindow(self.core, tensor)
 
     def shutdown(self) -> None:
         """Wait for pending operations and end the group. For the default group, end all groups.
@@ -234,6 +237,12 @@ class Collectives:
         batch, self._batch = self._batch, None
         return join_works(batch)
 
+    def _start_coalescing(self, device: object) -> None:
+        self.start_coalescing()
+
+    def _end_coalescing(self, device: object) -> c10d.Work:
+        return self.end_coalescing()
+
     # --- collectives -----------------------------------------------------------------------------
 
     def broadcast(
@@ -323,16 +332,13 @@ class Collectives:
         **kwargs: timedelta | None,
     ) -> c10d.Work:
         """Run all_gather into a list of tensors, one per rank."""
-        output, input = (
-            unwrap_list("allgather", output_tensors),
-            unwrap_tensor("allgather", input_tensors),
-        )
+        output = unwrap_list("allgather", output_tensors)
+        input = unwrap_tensor("allgather", input_tensors)
         return self._call(primitives.ALL_GATHER, fill_timeout(opts, **kwargs), output, input)
 
     def _allgather_base(
         self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None
     ) -> c10d.Work:
-        """Run all_gather into one tensor."""
         return self._call(primitives.ALL_GATHER_SINGLE, opts, output, input)
 
     all_gather_single = _allgather_base
@@ -496,8 +502,7 @@ class Collectives:
 
     def send(self, tensors: Tensor | Tensors, dstRank: int, tag: int = 0) -> c10d.Work:
         """Start to send one tensor to a rank in the group."""
-        tensor = unwrap_tensor("send", tensors)
-        return self._post_message("send", tensor, dstRank, tag)
+        return self._post_message("send", unwrap_tensor("send", tensors), dstRank, tag)
 
     def recv(self, tensors: Tensor | Tensors, srcRank: int, tag: int = 0) -> c10d.Work:
         """Start to receive one tensor from a rank in the group."""
@@ -523,7 +528,6 @@ class Collectives:
 
 
 def _complete(name: str, output: Outputs) -> CompletedWork:
-    """Return the Work of a call that is complete."""
     work = CompletedWork()
     work.name = name
     work.output = output

@@ -104,8 +104,7 @@ def split(
             f"split_group: ranks: expected this rank, {group.rank()}, among them, got "
             f"{list(ranks)}; let only members call, or use new_group"
         )
-    global_ranks = [group.ranks[rank] for rank in ranks]
-    return create_subgroup(global_ranks, limit, name, group.reproducible)
+    return create_subgroup([group.ranks[rank] for rank in ranks], limit, name, group.reproducible)
 
 
 def end(group: ProcessGroup, by: Callable[[ProcessGroup], None]) -> None:

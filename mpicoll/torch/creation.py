@@ -107,18 +107,12 @@ def _is_mixed(requested: str) -> bool:
 # --- torch functions that would bypass Python groups ---------------------------------------------
 
 
-def _watch_attaching() -> None:
+def _watch_attaching(kind: Any) -> None:
     """Call ``note_hook`` of a group when torch attaches a C++ hook, and ``forget_hook`` at its end.
 
     torch attaches hooks such as ``NanCheckHook`` without calling the Python class. Groups with
     these methods bypass torch's dispatcher, which calls the hooks, unless a hook is noted.
     """
-    for name in "NanCheckHook", "FlightRecorderHook":
-        if hasattr(C, name):  # from torch 2.15 on
-            _wrap(getattr(C, name))
-
-
-def _wrap(kind: Any) -> None:
     attach, remove = kind.attach, kind.remove
     # For each hook, its group and the key that the group has noted.
     noted: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], object]]
@@ -175,5 +169,7 @@ def _replace_builtin_hook() -> None:
     DistributedDataParallel._register_builtin_comm_hook = register_hook
 
 
-_watch_attaching()
+for _name in "NanCheckHook", "FlightRecorderHook":
+    if hasattr(C, _name):  # from torch 2.15 on
+        _watch_attaching(getattr(C, _name))
 _replace_builtin_hook()

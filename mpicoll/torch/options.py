@@ -64,7 +64,6 @@ class GroupOptions(Backend.Options):  # type: ignore[misc]
 
 
 def _get_timeout(group: ProcessGroup) -> timedelta:
-    """Return the timeout of a group as torch represents it."""
     limit = group.timeout
     return timedelta(seconds=MAX_TIMEOUT_S if limit is None else min(limit, MAX_TIMEOUT_S))
 

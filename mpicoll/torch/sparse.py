@@ -46,8 +46,7 @@ def _sum(group: ProcessGroup, own: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     all_values = _gather(group, values, counts)
     if op is ReduceOp.AVG:
         all_values /= group.size()
-    total = torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape)
-    return total.coalesce()
+    return torch.sparse_coo_tensor(all_indices.t(), all_values, own.shape).coalesce()
 
 
 def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
@@ -66,7 +65,6 @@ def _gather_counts(group: ProcessGroup, own: torch.Tensor) -> list[int]:
 
 
 def _gather(group: ProcessGroup, own: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Return the rows of all ranks, in rank order."""
     rows = own.new_empty(sum(counts), *own.shape[1:])
     execute.run(ALL_GATHER, group, False, list(rows.split(counts)), own)
     return rows

@@ -44,9 +44,7 @@ class _Work(TorchWork):  # type: ignore[misc]
         """Wait as ``wait()`` does."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait as ``wait()`` does."""
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
         """Return whether the call has ended, with success or an error. Queries the device."""
@@ -156,9 +154,7 @@ class ReceiveWork(PendingWork):
 
 @disable_compile
 class CompletedWork(_Work):
-    """A synchronous call, which raises its errors. Later work on the current stream sees its
-    result.
-    """
+    """A synchronous call. Later work on the current stream sees its result."""
 
     #: The output of the call: a tensor, or a list of tensors.
     output: Outputs = ()

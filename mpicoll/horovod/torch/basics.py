@@ -52,9 +52,7 @@ _job: _Job | None = None
 
 
 def _find() -> _Job | None:
-    """Return the job; None before init, after shutdown, and after the end of mpicoll's default
-    group.
-    """
+    """Return the job; None before init, after shutdown, and once the default group has ended."""
     global _job
     if _job is not None and _job.process == os.getpid() and _job.world is not dist.group.WORLD:
         _job.engine.close(abort=True)
@@ -189,7 +187,6 @@ def size() -> int:
 
 
 def _on_node(where: str) -> list[int]:
-    """Return the ranks of this rank's node."""
     nodes = current(where).nodes
     return [each for each, node in enumerate(nodes) if node == nodes[rank()]]
 

@@ -169,9 +169,7 @@ class ElasticSampler(Sampler):  # type: ignore[misc]
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """Iterate over this rank's samples; the first samples are repeated to make the numbers
-        equal.
-        """
+        """Iterate over this rank's samples; the first are repeated to make the numbers equal."""
         indices = self.remaining_indices
         mine = range(self.rank, self.total_size, self.num_replicas)
         return (indices[place % len(indices)] for place in mine)

@@ -218,7 +218,6 @@ class Engine:
         return waited_for
 
     def _exchange(self, own: Status) -> list[Status]:
-        """Exchange the ranks' statuses."""
         text = control_messages.encode(own)
         head = np.frombuffer(
             len(text).to_bytes(8, "little")
@@ -268,8 +267,8 @@ class Engine:
     def _run_batch(self, batch: list[Ready]) -> None:
         requests = [request for request, _ in batch]
         try:
-            run = OPERATIONS[requests[0].signature["operation"]].run
-            run(self.group, requests, batch[0][1])
+            operation = requests[0].signature["operation"]
+            OPERATIONS[operation].run(self.group, requests, batch[0][1])
             synchronize_devices(requests)
         except UsageError as error:  # raised on every rank before anything was sent
             for request in requests:
@@ -291,9 +290,7 @@ class Engine:
             request.done.set()
 
     def _warn(self, request: Request | None, missing: list[int]) -> None:
-        """Warn once about ranks that have begun other operations, so that no call of mpicoll
-        blocks and no hang report is printed.
-        """
+        """Warn once about missing ranks: no call of mpicoll blocks, so no hang is reported."""
         if request is None or time.monotonic() - request.began < _STALL_WARNING_S:
             return
         request.began = math.inf
@@ -305,7 +302,6 @@ class Engine:
         )
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail all pending and future requests."""
         failure = error or HorovodInternalError("Horovod has been shut down")
         with self._condition:
             self.failure = failure if isinstance(failure, Exception) else RuntimeError(str(failure))

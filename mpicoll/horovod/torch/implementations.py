@@ -133,7 +133,6 @@ def _rows(signature: Signature) -> int:
 
 
 def _all_reduce(group: Any, requests: Sequence[Request], signatures: Signatures) -> None:
-    """Scale, reduce and scale tensors in place."""
     signature = _any_signature(signatures)
     tensors = [tensor for request in requests for tensor in request.buffers()]
     op = signature["op"]
@@ -216,8 +215,7 @@ def _all_to_all(group: Any, requests: Sequence[Request], signatures: Signatures)
     ]
     sent, received = splits[rank], [each[rank] for each in splits]
     output = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    rows = tensor[: sum(sent)].contiguous()
-    dist.all_to_all_single(output, rows, received, sent, group)
+    dist.all_to_all_single(output, tensor[: sum(sent)].contiguous(), received, sent, group)
     request.outputs = [output, torch.tensor(received, dtype=torch.int32)]
 
 
@@ -229,7 +227,6 @@ def _barrier(group: Any, requests: Sequence[Request], signatures: Signatures) ->
 
 
 def _fields(*names: str) -> Callable[[Signature], Signature]:
-    """Return a function that selects fields of a signature."""
     return lambda signature: {name: signature[name] for name in names}
 
 

@@ -129,8 +129,6 @@ def _begin(
 def _for_one(
     grouped: Callable[Concatenate[Sequence[Tensor], P], Request],
 ) -> Callable[Concatenate[Tensor, P], Request]:
-    """Return the form of a grouped operation for one tensor."""
-
     @wraps(grouped)
     def begin(tensor: Tensor, *args: P.args, **kwargs: P.kwargs) -> Request:
         request = grouped([tensor], *args, **kwargs)

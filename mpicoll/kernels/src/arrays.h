@@ -1,12 +1,12 @@
-/* Views of arrays without Python: NumPy arrays, and tensors with DLPack's exchange API. Included by
- * calls.c. */
+/* Views of NumPy arrays, and of tensors with DLPack's exchange API. Included by calls.c. */
 
 #ifndef MPICOLL_ARRAYS_H
 #define MPICOLL_ARRAYS_H
 
 #include <Python.h>
 
-#include <stdint.h>
+#include "shared.h"
+
 #include <string.h>
 
 /* The first fields of NumPy's arrays, which are part of its ABI (PyArrayObject_fields in
@@ -149,12 +149,6 @@ static int view_object(struct view *view, PyObject *object)
  * ranks that can share memory, MAX_RANKS in mpicoll/routes/host/shared.py. */
 enum { MAX_ARRAYS = 256 };
 
-/* A block, or an array of a list; shared.h has the same. */
-struct block {
-    char *data;
-    size_t count;
-};
-
 /* The input or output of a call. */
 struct operand {
     PyObject *held;    /* tuple of the arrays, if they are passed as a list */
@@ -162,7 +156,7 @@ struct operand {
     struct view first; /* the first array; writable if all are */
     int same_count, same_shape;
     char *begin, *end; /* address range of all arrays */
-    struct block blocks[MAX_ARRAYS];
+    struct mpicoll_block blocks[MAX_ARRAYS];
 };
 
 static const struct view nothing = {Py_None, NULL, 0, 0, 0, NULL, 0, 1};
@@ -205,7 +199,7 @@ static int view_list(struct operand *operand)
         if (!view_object(&one, PyTuple_GetItem(operand->held, k)))
             return 0;
         char *end = one.data + one.count * one.itemsize;
-        operand->blocks[k] = (struct block){one.data, one.count};
+        operand->blocks[k] = (struct mpicoll_block){one.data, one.count};
         if (k == 0) {
             operand->first = one;
             operand->begin = one.data;
@@ -237,11 +231,12 @@ static int view_operand(struct operand *operand, PyObject *object)
         return 0;
     operand->begin = operand->first.data;
     operand->end = operand->begin + operand->first.count * operand->first.itemsize;
-    operand->blocks[0] = (struct block){operand->first.data, operand->first.count};
+    operand->blocks[0] = (struct mpicoll_block){operand->first.data, operand->first.count};
     return 1;
 }
 
-static int blocks_overlap(const struct block *one, const struct block *other, size_t itemsize)
+static int blocks_overlap(const struct mpicoll_block *one, const struct mpicoll_block *other,
+                          size_t itemsize)
 {
     return one->count && other->count &&
            (uintptr_t)one->data < (uintptr_t)other->data + other->count * itemsize &&
@@ -326,8 +321,7 @@ static PyObject *add_type(PyObject *module, PyObject *args)
     Py_RETURN_TRUE;
 }
 
-/* view_array(array): return (dtype, address, count, rows, writable), or None if it is not supported
- * here. */
+/* view_array(array): return (dtype, address, count, rows, writable), or None if not supported. */
 static PyObject *view_array(PyObject *module, PyObject *array)
 {
     struct view view;

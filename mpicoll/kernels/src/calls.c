@@ -29,16 +29,16 @@ static struct {
 
 /* ---- A group's calls ------------------------------------------------------------------------- */
 
-typedef int lists_function(const void *plan, const struct block *send, const struct block *recv,
-                           size_t count, uint32_t root, uint32_t number);
+typedef int lists_function(const void *plan, const struct mpicoll_block *send,
+                           const struct mpicoll_block *recv, size_t count, uint32_t root,
+                           uint32_t number);
 typedef int compare_function(const void *shared, uint32_t number, uint64_t what, uint64_t count);
 typedef int fused_function(const void *plan, char **send, char **recv, size_t *ends, size_t n,
                            uint64_t sizes, uint32_t number);
 typedef int all_entered_function(const void *shared, uint32_t number, uint64_t what, uint64_t count,
                                  uint64_t nanoseconds);
 
-/* Type of the function of a fast path. Each returns 1 if it has run the call, or, FUSED, the calls
- * of a list. */
+/* Type of a fast path's function. Each returns 1 if it has run the call, or the list (FUSED). */
 enum { LISTS, COMPARE, FUSED };
 
 /* How calls of one primitive, dtype, op and range of sizes are run here. Numbers have the type that
@@ -108,8 +108,7 @@ typedef struct {
     size_t n_paths;
 } Calls;
 
-/* Returns the elements of a block; for lists of arrays, of the single array on the opposite side.
- */
+/* Returns the elements of a block; for a list, of the single array on the opposite side. */
 static size_t count_of(const struct fast_path *path, const struct operand *out,
                        const struct operand *in)
 {
@@ -166,7 +165,7 @@ static int lists_fit(const struct fast_path *path, const struct operand *in,
 static int is_own_block(const struct fast_path *path, const struct operand *array,
                         const struct operand *blocks)
 {
-    const struct block *own = &array->blocks[0];
+    const struct mpicoll_block *own = &array->blocks[0];
     if (array->held || array->n != 1)
         return 0;
     if (!blocks->held)
@@ -179,8 +178,7 @@ static int is_own_block(const struct fast_path *path, const struct operand *arra
            own->count == blocks->blocks[path->me].count;
 }
 
-/* Returns whether input and output match, do not overlap except in place, and can be split between
- * rows. */
+/* Returns whether input and output match, overlap only in place, and can be split by rows. */
 static int fits(const struct fast_path *path, const struct operand *in, const struct operand *out,
                 unsigned long root, size_t count)
 {
@@ -205,12 +203,11 @@ static int fits(const struct fast_path *path, const struct operand *in, const st
 static void split_blocks(struct operand *operand, size_t n, size_t count)
 {
     for (size_t k = 0; k < n && k < MAX_ARRAYS; k++)
-        operand->blocks[k] =
-            (struct block){operand->first.data + k * count * operand->first.itemsize, count};
+        operand->blocks[k] = (struct mpicoll_block){
+            operand->first.data + k * count * operand->first.itemsize, count};
 }
 
-/* Returns whether the progress thread has unfinished tasks, or is the caller: then the call must be
- * queued. */
+/* Returns whether a call must be queued: tasks are unfinished, or this is the progress thread. */
 static int is_busy(const Calls *calls)
 {
     if (calls->worker == Py_None)
@@ -452,8 +449,7 @@ static void release_held(PyObject *held)
     PyErr_Restore(type, error, traceback);
 }
 
-/* Runs a call. Returns 1 if it did; -1 with an exception; 0 if it is not supported here; else
- * QUEUED or FAILED. */
+/* Runs a call. Returns 1; -1 with an exception; 0 if not supported; else QUEUED or FAILED. */
 static int run_call(Calls *calls, PyObject *const *args, int async_op)
 {
     struct operand out, in;
@@ -472,8 +468,7 @@ static int run_call(Calls *calls, PyObject *const *args, int async_op)
     return done;
 }
 
-/* Returns the group of a call as a new reference; NULL without an exception if it is not a
- * ProcessGroup of mpicoll. */
+/* Returns a call's group as a new reference; NULL, without an exception, for another type. */
 static Calls *group_of(PyObject *group)
 {
     if (group == Py_None)
@@ -576,8 +571,7 @@ static PyObject *run_fast(PyObject *module, PyObject *const *args, Py_ssize_t n)
 
 /* ---- Lists of calls -------------------------------------------------------------------------- */
 
-/* The root of a list of calls, see mpicoll/core/signature.py, and the bit that marks a hash of
- * sizes. */
+/* The root of a list of calls (mpicoll/core/signature.py), and the bit of a hash of sizes. */
 #define LIST 0xFFFFFFFFul
 static const uint64_t HASH = 1ull << 59;
 

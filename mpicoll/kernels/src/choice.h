@@ -40,8 +40,7 @@ struct mpicoll_trial {
 struct mpicoll_trial mpicoll_choose(struct mpicoll_choices *choices, size_t bytes, size_t one_shot,
                                     int allowed);
 
-/* The first round of a call has shown that all ranks make the same call. note: the maximum of the
- * ranks' notes. */
+/* The first round has shown that the calls match. note: the maximum of the ranks' notes. */
 void mpicoll_trial_agreed(const struct mpicoll_trial *trial, uint32_t note);
 
 /* Stop and continue the clock of a trial: waiting for late ranks does not count. */

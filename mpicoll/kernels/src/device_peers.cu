@@ -224,8 +224,7 @@ struct Steps {
 
 /* ---- Moves ----------------------------------------------------------------------------------- */
 
-/* The operation of kernels that do not combine, and the root of calls without one (peers.py has
- * the same). */
+/* The operation of kernels that do not combine, and the root of calls without one: see peers.py. */
 enum { COPY = -1, ALL = -1 };
 
 /* Reads `count` elements and writes them to `out`, memory of this rank or null, and to the areas of

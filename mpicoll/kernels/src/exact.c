@@ -18,7 +18,6 @@
  * other ranks); and NaN has neither sign nor payload. */
 
 #include "kernels.h"
-#include "vectors.h"
 
 #include <math.h>
 #include <stdint.h>
@@ -272,8 +271,7 @@ static void repair(struct sums *sums, int format, const char *const *sources, si
     }
 }
 
-/* out = (the sum of n sources) / divisor, of float32, float64 or narrow floats; see
- * mpicoll_combine. */
+/* out = (sum of n sources) / divisor, of float32, float64 or narrow floats: mpicoll_combine. */
 void mpicoll_exact_sum(int format, const char *const *sources, size_t n, char *out, size_t count,
                        double divisor)
 {

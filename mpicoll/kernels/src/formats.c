@@ -6,7 +6,6 @@
 
 #include "formats.h"
 #include "kernels.h"
-#include "vectors.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -108,8 +107,7 @@ F16C static void add_f16c(const void *left, const void *right, void *out, float 
     add_loop_float16(a, b, to, divisor, count);
 }
 
-/* Compilers use vectors of half the width for the bfloat16 loop, unless a flag for the whole file
- * says otherwise. */
+/* Compilers halve the vectors of the bfloat16 loop, unless a flag for the whole file is set. */
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl")))
 
 AVX512 static __m512i rounded_to_bfloat16(__m512 sum)

@@ -1,6 +1,6 @@
 /* A pool of threads, which all calls of the process share. Idle threads sleep. */
 
-#include "parallel.h"
+#include "kernels.h"
 
 #include <pthread.h>
 #include <signal.h>

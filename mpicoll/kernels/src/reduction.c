@@ -8,7 +8,6 @@
 
 #include "formats.h"
 #include "kernels.h"
-#include "vectors.h"
 
 #include <stdint.h>
 
@@ -17,8 +16,7 @@ enum { BLOCK = 1024 };
 
 typedef float __attribute__((may_alias, aligned(1))) word32;
 
-/* Of equal numbers (0.0 and -0.0) the later is returned, as by NumPy on x86-64; the first NaN is
- * kept. */
+/* Of 0.0 and -0.0 the later is returned, as by NumPy on x86-64; the first NaN is kept. */
 #define MINIMUM(A, B) ((A) < (B) || (A) != (A) ? (A) : (B))
 #define MAXIMUM(A, B) ((A) > (B) || (A) != (A) ? (A) : (B))
 
@@ -26,8 +24,7 @@ typedef float __attribute__((may_alias, aligned(1))) word32;
     INDEPENDENT for (size_t i = 0; i < count; i++) out[i] = EXPRESSION;                            \
     break
 
-/* Integers wrap around, in a type that arithmetic does not promote; floats have no bitwise
- * operations. */
+/* Integers wrap around, in a type that is not promoted; floats have no bitwise operations. */
 #define INTEGER_CASES(WIDE)                                                                        \
     case SUM:                                                                                      \
         EACH((WIDE)a[i] + (WIDE)b[i]);                                                             \

@@ -51,7 +51,6 @@
  * their difference. */
 
 #include "kernels.h"
-#include "parallel.h"
 #include "shared.h"
 
 #include <errno.h>
@@ -70,8 +69,7 @@ enum { SLOTS = 4, LINE = 64, PAGE = 4096 };
  * which a rank may be ahead of others. */
 enum { SMALL_SLOTS = 16, SMALL_SLOT_BYTES = 4096, RECORD_COUNT = 32, MAX_LEAD = SMALL_SLOTS - 2 };
 
-/* Bits of a rank number; a group has at most 256 ranks: MAX_RANKS in mpicoll/routes/host/shared.py.
- */
+/* Bits of a rank number; MAX_RANKS in mpicoll/routes/host/shared.py is 256. */
 enum { MAX_RANK_BITS = 8 };
 
 /* Number of times a waiting rank yields the processor before it sleeps. Waking up takes several
@@ -87,8 +85,7 @@ enum { LEFT = -1 };
 /* The group was closed after a lazy call that did not match. */
 enum { MISMATCH = 1 << 16 };
 
-/* Size of the blocks in which data is combined and copied on, so that it stays in the first-level
- * cache. */
+/* Size of the blocks in which data is combined, so that it stays in the first-level cache. */
 enum { BLOCK_BYTES = 8192 };
 
 /* A number that its rank increments and other ranks wait for. */
@@ -326,8 +323,7 @@ static int signal_handler_raised(void)
            run_signal_handlers();
 }
 
-/* Waits until another rank's counter reaches `target`. Returns 0 at the time `end`, or if this rank
- * must stop waiting. */
+/* Waits for another rank's counter. Returns 0 at the time `end`, or if this rank must stop. */
 static int wait_until(const struct mpicoll_shared *shared, struct counter *counter, uint32_t target,
                       uint64_t end)
 {
@@ -546,8 +542,7 @@ static int close_mismatched(struct mpicoll_shared *shared)
     return 0;
 }
 
-/* Compares the calls of this rank and another up to the last call that both have published. Returns
- * 1 if they match. */
+/* Compares this rank's and another's calls that both have published. Returns 1 if they match. */
 static int compare_calls(const struct mpicoll_shared *shared, uint32_t rank)
 {
     for (uint32_t call = shared->calls - 1; !reached(shared->compared, call); call--)
@@ -582,7 +577,7 @@ static int wait_for_slot(struct mpicoll_shared *shared, uint32_t round, uint32_t
     return 1;
 }
 
-/* As mpicoll_round_begin, in a call with a trial, whose slots are those of a ring. */
+/* As mpicoll_round_begin, in a call whose slots are those of a ring. */
 static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature, uint64_t count,
                  uint32_t note, int lazy, enum ring ring)
 {
@@ -597,15 +592,9 @@ static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signat
 }
 
 int mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                        uint64_t count)
-{
-    return begin(shared, number, signature, count, 0, 0, LARGE);
-}
-
-int mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                         uint64_t count, const struct mpicoll_trial *trial)
 {
-    return begin(shared, number, signature, count, trial->note, 0, LARGE);
+    return begin(shared, number, signature, count, trial ? trial->note : 0, 0, LARGE);
 }
 
 /* Signals that this rank (k = 0), or 2^k ranks up to it, are ready for round `target` - 1. In a
@@ -696,11 +685,11 @@ static int wait_for_all(struct mpicoll_shared *shared, uint32_t target)
     return 1;
 }
 
-/* As wait_for_all in a call with a trial. */
+/* As wait_for_all, in a call with a trial unless it is NULL. */
 static int wait_in_trial(struct mpicoll_shared *shared, uint32_t target,
                          struct mpicoll_trial *trial)
 {
-    if (target != shared->round + 1)
+    if (!trial || target != shared->round + 1)
         return wait_for_all(shared, target);
     mpicoll_trial_pause(trial);
     const int result = wait_for_all(shared, target);
@@ -796,7 +785,7 @@ static int all_reduce(const struct mpicoll_plan *plan, const struct list *list, 
     const uint32_t other = (me + 1) % n;
     const char *sources[n];
 
-    if (!mpicoll_trial_begin(shared, number, plan->signature, count, trial))
+    if (!mpicoll_round_begin(shared, number, plan->signature, count, trial))
         return 0;
     for (size_t i = 0; i < rounds + (split ? 2 : 1); i++) {
         if (i < rounds) {
@@ -1067,6 +1056,17 @@ static int run_blocks(const struct mpicoll_plan *plan, char *const *send, char *
                     plan->signature | (uint64_t)root << 24, ends[n - 1], trial);
 }
 
+/* Compares the ranks' calls without moving data. Returns 1 if all match. trial: or NULL. */
+static int compare(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
+                   uint64_t count, struct mpicoll_trial *trial)
+{
+    if (!mpicoll_round_begin(shared, number, signature, count, trial) ||
+        mpicoll_round_publish(shared, trial) <= 0)
+        return 0;
+    mpicoll_round_close(shared);
+    return 1;
+}
+
 /* A call whose blocks are divided between channels. */
 struct divided {
     const struct mpicoll_plan *plan;
@@ -1106,19 +1106,6 @@ static void check_signals(void *argument)
         atomic_store(&call->plan->shared->first->aborted, 1);
 }
 
-/* Compares the ranks' calls before they run without slots. Returns 1 if all match. */
-static int compare_first(const struct mpicoll_plan *plan, size_t count, uint32_t root,
-                         uint32_t number, struct mpicoll_trial *trial)
-{
-    struct mpicoll_shared *shared = plan->shared;
-
-    if (!mpicoll_trial_begin(shared, number, plan->signature | (uint64_t)root << 24, count, trial) ||
-        mpicoll_trial_publish(shared, trial) <= 0)
-        return 0;
-    mpicoll_round_close(shared);
-    return 1;
-}
-
 /* The numbers of blocks that a rank may send and receive. */
 static size_t blocks_sent(const struct mpicoll_plan *plan)
 {
@@ -1141,7 +1128,7 @@ static int run_by_mpi(const struct mpicoll_plan *plan, char *const *send, char *
         from[k] = (struct mpicoll_block){send[k], elements};
     for (size_t k = 0; k < blocks_received(plan); k++)
         into[k] = (struct mpicoll_block){recv[k], elements};
-    if (!compare_first(plan, count, root, number, trial))
+    if (!compare(plan->shared, number, plan->signature | (uint64_t)root << 24, count, trial))
         return 0;
     const int result = mpicoll_mpi_call(plan->mpi, from, into, elements, root, number);
     mpicoll_trial_end(trial, 0);
@@ -1154,7 +1141,7 @@ static int run_divided(const struct mpicoll_plan *plan, char *const *send, char 
 {
     struct divided call = {plan, send, recv, count, root, number, 0};
 
-    if (!compare_first(plan, count, root, number, trial))
+    if (!compare(plan->shared, number, plan->signature | (uint64_t)root << 24, count, trial))
         return 0;
     mpicoll_run_parts(run_channel, &call, plan->shared->channels, check_signals);
     mpicoll_trial_end(trial, 0);
@@ -1165,7 +1152,7 @@ static int run_divided(const struct mpicoll_plan *plan, char *const *send, char 
 static int run_by_kernel(const struct mpicoll_plan *plan, const struct mpicoll_span *spans,
                          size_t count, uint32_t root, uint32_t number, struct mpicoll_trial *trial)
 {
-    return mpicoll_trial_begin(plan->shared, number, plan->signature | (uint64_t)root << 24, count,
+    return mpicoll_round_begin(plan->shared, number, plan->signature | (uint64_t)root << 24, count,
                                trial)
                ? mpicoll_single_copy(plan->processes, spans, trial)
                : MISMATCHED;
@@ -1213,8 +1200,7 @@ static int exchange_blocks(const struct mpicoll_plan *plan, char *const *send, c
     return run_blocks(plan, send, recv, ends, n, root, number, &trial);
 }
 
-/* The same for consecutive blocks of `count` elements; `send` and `recv` are equal for in-place
- * calls. */
+/* The same for consecutive blocks of `count` elements; in place, `send` and `recv` are equal. */
 EXPORT int mpicoll_shared_blocks(const struct mpicoll_plan *plan, char *send, char *recv,
                                  size_t count, uint32_t root, uint32_t number)
 {
@@ -1283,13 +1269,7 @@ char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank)
     return slot(shared, LARGE, rank, shared->round);
 }
 
-int mpicoll_round_publish(struct mpicoll_shared *shared)
-{
-    signal_filled(shared, shared->round + 1);
-    return wait_for_all(shared, shared->round + 1);
-}
-
-int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial)
+int mpicoll_round_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial)
 {
     signal_filled(shared, shared->round + 1);
     return wait_in_trial(shared, shared->round + 1, trial);
@@ -1338,11 +1318,7 @@ void mpicoll_round_close(struct mpicoll_shared *shared)
 EXPORT int mpicoll_shared_compare(struct mpicoll_shared *shared, uint32_t number,
                                   uint64_t signature, uint64_t count)
 {
-    if (!mpicoll_round_begin(shared, number, signature, count) ||
-        mpicoll_round_publish(shared) <= 0)
-        return 0;
-    mpicoll_round_close(shared);
-    return 1;
+    return compare(shared, number, signature, count, NULL);
 }
 
 /* The root in the signature of a list of calls; mpicoll/core/signature.py mirrors it. */
@@ -1426,7 +1402,7 @@ EXPORT int mpicoll_shared_small_all_to_all(struct mpicoll_plan *plan,
     int result = MOVED;
     (void)count, (void)root;
 
-    if (!mpicoll_round_begin(shared, number, plan->signature, 0))
+    if (!mpicoll_round_begin(shared, number, plan->signature, 0, NULL))
         return MISMATCHED;
     char *board = mpicoll_descriptor(shared, me);
     for (uint32_t k = 0; k < n; k++) {
@@ -1442,7 +1418,7 @@ EXPORT int mpicoll_shared_small_all_to_all(struct mpicoll_plan *plan,
                 board += send[k].count * size;
             }
     }
-    if (mpicoll_round_publish(shared) <= 0)
+    if (mpicoll_round_publish(shared, NULL) <= 0)
         return MISMATCHED;
 
     const uint64_t *expected = (const uint64_t *)mpicoll_descriptor(shared, me) + n;

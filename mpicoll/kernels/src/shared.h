@@ -18,7 +18,7 @@ struct mpicoll_shared;
 struct mpicoll_plan;
 struct mpicoll_mpi_plan;
 
-/* A block of an array, or an array of a list; arrays.h has the same. */
+/* A block of an array, or an array of a list. */
 struct mpicoll_block {
     char *data;
     size_t count; /* elements */
@@ -27,8 +27,7 @@ struct mpicoll_block {
 /* Results of calls. Only for all_to_all: NO_ROOM, WRONG_SIZE. NOT_COPIED: see mpicoll_single_copy. */
 enum { MISMATCHED, MOVED, NO_ROOM, WRONG_SIZE, NOT_COPIED };
 
-/* Runs a call by MPI; see mpi_calls.c. Returns 1; 0 without memory; or MPI's error code, which is
- * positive, times -1. */
+/* Runs a call by MPI. Returns 1; 0 without memory; or MPI's positive error code times -1. */
 int mpicoll_mpi_call(const struct mpicoll_mpi_plan *plan, const struct mpicoll_block *send,
                      const struct mpicoll_block *recv, size_t count, uint32_t root,
                      uint32_t number);
@@ -41,7 +40,7 @@ struct mpicoll_span {
     size_t size;
 };
 
-/* Moves a call's data by the kernel, after mpicoll_trial_begin; see single_copy.c. spans: n blocks
+/* Moves a call's data by the kernel, after mpicoll_round_begin; see single_copy.c. spans: n blocks
  * that this rank sends, by receiver, and n that it receives, by sender. Returns MOVED; MISMATCHED; or
  * NOT_COPIED on all ranks, if one of them could not copy: the call must be repeated through slots. */
 int mpicoll_single_copy(const struct mpicoll_processes *processes,
@@ -51,19 +50,15 @@ int mpicoll_single_copy(const struct mpicoll_processes *processes,
 char *mpicoll_descriptor(const struct mpicoll_shared *shared, uint32_t rank);
 
 /* Sets the call record, which must match on all ranks, and waits until this rank's slot is free.
- * number: the group's call number, the same on every rank. Returns 0 if this rank was aborted. */
+ * number: the group's call number, the same on every rank. trial: of the call, or NULL. Returns 0
+ * if this rank was aborted. */
 int mpicoll_round_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
-                        uint64_t count);
-
-/* As mpicoll_round_begin and mpicoll_round_publish, in a call with a trial. */
-int mpicoll_trial_begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature,
                         uint64_t count, const struct mpicoll_trial *trial);
-int mpicoll_trial_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial);
 
 /* Publishes this rank's descriptor and waits until all other ranks have published theirs. Returns
  * 1; 0 on all ranks after a collective mismatch: then the call is over; -1 if this rank was
  * aborted. */
-int mpicoll_round_publish(struct mpicoll_shared *shared);
+int mpicoll_round_publish(struct mpicoll_shared *shared, struct mpicoll_trial *trial);
 
 /* Signals that this rank has finished its part. */
 void mpicoll_round_end(const struct mpicoll_shared *shared);
@@ -72,8 +67,7 @@ void mpicoll_round_end(const struct mpicoll_shared *shared);
 int mpicoll_has_same_call(const struct mpicoll_shared *shared, uint32_t rank);
 int mpicoll_has_ended(const struct mpicoll_shared *shared, uint32_t rank);
 
-/* Waits until all ranks have finished their parts, of about `bytes` bytes. Returns 0 if this rank
- * was aborted. */
+/* Waits until all ranks finish their parts of about `bytes` bytes. Returns 0 if aborted. */
 int mpicoll_round_wait(const struct mpicoll_shared *shared, size_t bytes);
 
 /* Ends the rounds. */

@@ -117,8 +117,7 @@ static int wait_for_abort(const struct mpicoll_processes *processes)
     return abort_call(processes);
 }
 
-/* Cost of writing relative to reading: the kernel locks and marks pages that it writes for another
- * process. */
+/* Cost of writing relative to reading: the kernel locks and marks pages that it writes. */
 enum { WRITE_COST = 2 };
 
 /* Returns the size of the last part of a block that its sender copies; the receiver copies the
@@ -199,7 +198,7 @@ int mpicoll_single_copy(const struct mpicoll_processes *processes,
         }
     atomic_store(&mine->aborted, 0);
     atomic_store(&mine->error, 0);
-    const int published = mpicoll_trial_publish(shared, trial);
+    const int published = mpicoll_round_publish(shared, trial);
     if (published <= 0)
         return published < 0 ? abort_call(processes) : MISMATCHED;
     for (uint32_t i = 1; i < n && !error; i++)

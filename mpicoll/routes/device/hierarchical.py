@@ -150,8 +150,7 @@ class Levels(RouteState):
 
     def _join_rail(self, agreement: Agreement) -> None:
         if self.on_rail:
-            rail = [ranks[self.place.place] for ranks in self.nodes]
-            self.along = self._part_of(agreement, rail)
+            self.along = self._part_of(agreement, [ranks[self.place.place] for ranks in self.nodes])
 
     def _part_of(self, agreement: Agreement, ranks: Sequence[int]) -> Agreement:
         part = make_part(self.group, ranks)
@@ -252,7 +251,7 @@ class _Arithmetic:
 
     def __init__(self, kind: CallKind, space: DeviceSpace) -> None:
         op, dtype = kind.op, kind.dtype
-        assert op is not None and dtype is not None
+        assert op is not None
         self._n, self._space = kind.group.size(), space
         self._averages = op is ReduceOp.AVG
         self.wide, self.op = level_arithmetic(dtype, op)
@@ -329,8 +328,7 @@ def _run_chunks(
 
 def _like(space: DeviceSpace, view: DeviceView, dtype: DType) -> DeviceView:
     """Return scratch for the elements of a view, with its alignment (modulo PIECE)."""
-    stack = space.empty(dtype, space.room(1, view.count))
-    (made,) = space.places(stack, 1, view.count, view)
+    (made,) = space.places(space.empty(dtype, space.room(1, view.count)), 1, view.count, view)
     assert isinstance(made, DeviceView)
     return made
 
@@ -341,7 +339,6 @@ def _step(part: Agreement | None, name: str, op: ReduceOp | None, dtype: DType) 
 
 def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     primitive, group, _, dtype = kind
-    assert dtype is not None
     by, everywhere = _Arithmetic(kind, space), not primitive.root
     wide, n = by.wide, len(levels.here)
     down = _step(levels.inside, "reduce_scatter", by.op, wide)
@@ -384,7 +381,6 @@ def _reduction(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
 def _broadcast(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Broadcast in the root's node, then stripes along the rails; gather in the other nodes."""
     dtype = kind.dtype
-    assert dtype is not None
     n = len(levels.here)
     spread = _step(levels.inside, "broadcast", None, dtype)
     along = _step(levels.along, "broadcast", None, dtype)
@@ -448,7 +444,7 @@ def _blocks(
 def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Reduce and scatter in each node, then along the rails."""
     dtype = kind.dtype
-    assert dtype is not None and levels.inside is not None and levels.along is not None
+    assert levels.inside is not None and levels.along is not None
     by, many, n = _Arithmetic(kind, space), len(levels.nodes), kind.group.size()
     wide, single = by.wide, "reduce_scatter_single"
     down = Step(levels.inside, single, by.op, wide)
@@ -478,7 +474,7 @@ def _reduce_scatter(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chun
 def _all_gather(levels: Levels, kind: CallKind, space: DeviceSpace) -> _Chunks:
     """Gather along the rails, then in each node."""
     dtype = kind.dtype
-    assert dtype is not None and levels.inside is not None and levels.along is not None
+    assert levels.inside is not None and levels.along is not None
     many, n, single = len(levels.nodes), kind.group.size(), "all_gather_single"
     along = Step(levels.along, single, None, dtype)
     up = Step(levels.inside, single, None, dtype)

@@ -123,7 +123,6 @@ class MappedArrays(RouteState):
         return [root] if gathers else range(self.n)
 
     def _jobs(self, kind: CallKind, extent: Extent, root: int) -> Iterable[Job]:
-        """Return the jobs that this rank runs."""
         sent = self._rows[:, _SIZES : _SIZES + self.n]
         if self.shares_gpu:
             return jobs_of(kind, extent, root, sent)
@@ -136,16 +135,13 @@ class MappedArrays(RouteState):
         return sorted(jobs, key=lambda job: (job.sources[0].rank - me - 1) % self.n)
 
     def _load(self, kind: CallKind) -> None:
-        """Compile the kernel of a reduction."""
         if kind.op is not None and not (self.shares_gpu and self.me):
-            assert kind.dtype is not None
             by = find_loop(kind.op, kind.dtype)
             assert by is not None
             self.context.runtime.load(self.context.index, by, 2 * self.n)
 
     def _enqueue(self, kind: CallKind, job: Job, sources: list[int], outs: list[int]) -> None:
         context, op, dtype = self.context, kind.op, kind.dtype
-        assert dtype is not None
         if op is None:
             for out in outs:
                 context.copy(out, sources[0], job.elements * dtype.itemsize)
@@ -280,9 +276,7 @@ class MappedArrays(RouteState):
     def _copied(
         self, view: DeviceView, filled: bool
     ) -> tuple[DeviceView, tuple[Allocation, bytes]]:
-        """Return memory for a copy of an array, with its alignment (modulo PIECE), and the result
-        of ``_export``.
-        """
+        """Return aligned memory (modulo PIECE) for a copy, and the result of ``_export``."""
         memory, exported = self._scratch(view.nbytes + PIECE)
         address = memory.address + (view.address - memory.address) % PIECE
         made = DeviceView(memory, view.dtype, view.device, address, (view.count,), None, 0)
@@ -306,7 +300,6 @@ class MappedArrays(RouteState):
         self, kind: CallKind, views: Sequence[DeviceView | None], extent: Extent, root: int
     ) -> None:
         """Enqueue this rank's work and record DONE. Map memory and check the group before that."""
-        assert kind.dtype is not None
         self._mappings.close_retired()
         try:
             jobs = [job for job in self._jobs(kind, extent, root) if job.elements]
@@ -343,12 +336,10 @@ class MappedArrays(RouteState):
         return int(mapped + address - base)
 
     def _record(self, event: int) -> None:
-        """Record this rank's event in its work stream."""
         context = self.context
         context.runtime.record_again(context.index, context.work, self._events[event][self.me])
 
     def _wait_for(self, ranks: Iterable[int], event: int) -> None:
-        """Make this rank's stream wait for an event of other ranks."""
         context = self.context
         for rank in ranks:
             context.runtime.wait(context.index, context.work, self._events[event][rank])

@@ -163,7 +163,6 @@ class Nccl(RouteState):
         return self._failure
 
     def _check(self) -> None:
-        """Check NCCL and the device for a failure."""
         self._next_look = time.monotonic() + _INTERVAL
         name = f"rank {self.me} of group {self.group.group_name}"
         try:
@@ -331,7 +330,7 @@ def _all_gather(
 
 
 def _constants(kind: CallKind) -> tuple[int, int]:
-    assert kind.op is not None and kind.dtype is not None
+    assert kind.op is not None
     return _DTYPES[kind.dtype.name], _OPERATIONS[kind.op.name]
 
 

@@ -226,9 +226,7 @@ class Peers(RouteState):
         on_all_ranks(group, "", self._try_once)
 
     def _prepare(self) -> tuple[bytes, int]:
-        """Allocate the workspace and compile the kernel of the trial call. Return the handle of the
-        workspace and the maximum number of blocks.
-        """
+        """Prepare the trial call; return the workspace's handle and the most blocks of a kernel."""
         context, header = self.context, peers.HEADER.itemsize
         runtime, index, stream = context.runtime, context.index, context.to_device
         own = allocate(runtime, index, -(-(header + WORKSPACE) // BLOCK) * BLOCK)
@@ -320,7 +318,7 @@ def _tried(send: int, recv: int, n: int) -> Collective:
 
 def _reduce_by(found: Peers, kind: CallKind, call: Collective, extent: Extent, root: int) -> None:
     """Enqueue a reduction. The Collective is in units of elements."""
-    assert kind.op is not None and kind.dtype is not None
+    assert kind.op is not None
     by = find_loop(kind.op, kind.dtype)
     assert by is not None
     found.carry_out(

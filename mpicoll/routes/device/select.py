@@ -80,9 +80,7 @@ class Agreement:
         self._set_names()
 
     def _negotiate(self) -> None:
-        """Negotiate the routes that need neither a request nor a probe of MPI, nor agreements of
-        subgroups. All ranks call.
-        """
+        """Negotiate the routes that need no request, MPI probe or subgroups. All ranks call."""
         for name, route in registry.DEVICE.items():
             tried = route.negotiate and not route.policy.on_request
             if not tried or route.needs.placement == "nodes" or self._forced not in (None, name):
@@ -225,9 +223,7 @@ class _Candidate(NamedTuple):
 
 
 class DeviceImplementation(Implementation):
-    """The implementation of a kind of call, by the route for the size of each call. The first call
-    makes the group's agreement and the implementations.
-    """
+    """Calls of a kind, each by the route for its size. The first call makes the agreement."""
 
     def __init__(self, kind: CallKind) -> None:
         self._kind = kind
@@ -263,7 +259,6 @@ class DeviceImplementation(Implementation):
         candidates = self._candidates
         if len(candidates) == 1:
             return candidates[0]
-        assert dtype is not None
         sizes = agreed_sizes(primitive, extent)
         blocks = group.size() if primitive.many_in or primitive.many_out else 1
         nbytes = (sizes * blocks if isinstance(sizes, int) else sum(sizes)) * dtype.itemsize
@@ -279,8 +274,7 @@ class DeviceImplementation(Implementation):
             self._prepare(context, extent)  # in a first call, the other ranks make the agreement
         agreement = self._kind.group.resources.find("devices")
         if agreement is not None and self._candidates:
-            candidate = self._candidate_for(extent)
-            state = agreement.states.get(candidate.route.name)
+            state = agreement.states.get(self._candidate_for(extent).route.name)
             if state is not None:
                 state.notify_failure(self._kind, error)
 

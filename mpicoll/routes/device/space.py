@@ -57,9 +57,7 @@ class DeviceSpace(Space):
         return n * (_aligned(count) + PIECE)
 
     def places(self, stack: View, n: int, count: int, beside: View) -> list[View]:
-        """Return arrays with the alignment of ``beside`` (modulo PIECE), as vectorized kernels
-        require.
-        """
+        """Return arrays with the alignment of ``beside`` (modulo PIECE), for vectorized kernels."""
         shift = (address(beside) - address(stack)) % PIECE // stack.dtype.itemsize
         return [stack.part(shift + place * _aligned(count), count) for place in range(n)]
 

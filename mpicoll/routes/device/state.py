@@ -109,9 +109,7 @@ class RouteState:
         return next(filter(None, (part.find_failure(wait) for part in self.parts)), None)
 
     def abort(self, error: DistBackendError, alone: bool) -> None:
-        """End calls that wait on devices after the group has failed: this rank's (``alone``) or all
-        ranks'.
-        """
+        """End calls on devices of a failed group: this rank's (``alone``) or all ranks'."""
 
     def close(self, limit: float) -> None:
         """Free everything; wait at most ``limit`` seconds for other ranks. All ranks call."""
@@ -171,9 +169,7 @@ def on_all_ranks(group: ProcessGroup, what: str, step: Callable[[], T]) -> T:
 
 
 def share_pages(group: ProcessGroup, nbytes: int) -> Any:
-    """Return shared host memory, ``nbytes`` bytes by rank; None if the ranks cannot share memory.
-    All ranks call.
-    """
+    """Return shared host memory by rank; None without shared memory. All ranks call."""
     segment = share(group.inner, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, True)
     if segment is None:
         return None

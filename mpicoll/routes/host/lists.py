@@ -18,7 +18,6 @@ LISTED = 4 * 1024 * 1024
 
 def count_per_chunk(kind: CallKind) -> int:
     """Return how many elements of each block are in a chunk."""
-    assert kind.dtype is not None
     return max(1, LISTED // (kind.group.size() * kind.dtype.itemsize))
 
 
@@ -29,7 +28,6 @@ def packed(kind: CallKind, inner: Run, takes_lists: Callable[[int], bool]) -> Ru
                  the same on all ranks.
     """
     primitive, group, _, dtype = kind
-    assert dtype is not None
     n, me, itemsize = group.size(), group.rank(), dtype.itemsize
     step = count_per_chunk(kind)
 

@@ -63,7 +63,7 @@ class Collective(Implementation):
 
     def native_calls(self) -> Sequence[NativeCall]:
         """Return MPI's function, for counts that ``run`` also passes to MPI as a whole."""
-        primitive, group, op, dtype = self._kind
+        primitive, group, op, _ = self._kind
         if not can_call(group) or kernels is None:
             return ()
         if group.compared or group.device_error is not None:
@@ -72,9 +72,8 @@ class Collective(Implementation):
         if plan is None:
             return ()
         max_count = INT_MAX
-        if op is not None and dtype is not None:
-            blocks = group.size() if primitive.many_in else 1
-            max_count = MAX_COUNT // blocks
+        if op is not None:
+            max_count = MAX_COUNT // (group.size() if primitive.many_in else 1)
         if primitive.listed:
             max_count = min(max_count, count_per_chunk(self._kind))
         address = address_of(kernels.mpi_call), ctypes.addressof(plan)
@@ -109,7 +108,7 @@ def describe(kind: CallKind) -> Any:
     )
     if dtype is not None:
         plan.datatype, plan.size = _encode_handle(datatype(dtype)), dtype.itemsize
-    if op is not None and dtype is not None:
+    if op is not None:
         plan.op = _encode_handle(_mpi_operation(op, dtype))
         plan.in_place = None if primitive.input else int(MPI.IN_PLACE)
         plan.discards = not kind.combined
@@ -150,7 +149,7 @@ def _find_function(name: str) -> int:
 
 def _broadcast(kind: CallKind) -> Run:
     """Build MPI_Bcast (MPI-4.1 section 6.4)."""
-    dtype = _dtype(kind)
+    dtype = kind.dtype
     bcast, element = kind.group.inner.Bcast, datatype(dtype)
 
     def broadcast(send: None, recv: Buffer, count: int, root: int) -> None:
@@ -164,7 +163,7 @@ def _broadcast(kind: CallKind) -> Run:
 
 def _all_gather(kind: CallKind) -> Run:
     """Build MPI_Allgather, or MPI_Allgatherv for blocks that differ (MPI-4.1 section 6.7)."""
-    dtype, comm, me = _dtype(kind), kind.group.inner, kind.group.rank()
+    dtype, comm, me = kind.dtype, kind.group.inner, kind.group.rank()
     allgather, element = comm.Allgather, datatype(dtype)
 
     def all_gather(send: Buffer, recv: Buffer, count: int, root: int) -> None:
@@ -193,7 +192,7 @@ def _all_gather(kind: CallKind) -> Run:
 
 def _rooted(kind: CallKind) -> Run:
     """Build MPI_Gather or MPI_Scatter (MPI-4.1 sections 6.5 and 6.6)."""
-    dtype, comm = _dtype(kind), kind.group.inner
+    dtype, comm = kind.dtype, kind.group.inner
     call = comm.Gather if kind.primitive.name == "gather" else comm.Scatter
 
     def rooted(send: Buffer | None, recv: Buffer | None, count: int, root: int) -> None:
@@ -219,7 +218,7 @@ def _barrier(kind: CallKind) -> Run:
 
 def _all_reduce(kind: CallKind) -> Run:
     """Build MPI_Allreduce in place (MPI-4.1 section 6.9.6)."""
-    dtype, op = _dtype(kind), _op(kind)
+    dtype, op = kind.dtype, _op(kind)
     reduce_all, n = kind.group.inner.Allreduce, kind.group.size()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
     in_place, averages = MPI.IN_PLACE, op is ReduceOp.AVG
@@ -239,7 +238,7 @@ def _all_reduce(kind: CallKind) -> Run:
 
 def _reduce(kind: CallKind) -> Run:
     """Build MPI_Reduce, in place on the root (MPI-4.1 section 6.9.1)."""
-    dtype, op, group = _dtype(kind), _op(kind), kind.group
+    dtype, op, group = kind.dtype, _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
@@ -257,10 +256,8 @@ def _reduce(kind: CallKind) -> Run:
 
 
 def _reduce_scatter(kind: CallKind) -> Run:
-    """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1), or MPI_Reduce for each block if
-    there are more than MAX_COUNT elements in total.
-    """
-    dtype, op, group = _dtype(kind), _op(kind), kind.group
+    """Build MPI_Reduce_scatter_block (MPI-4.1 section 6.10.1), or MPI_Reduce above MAX_COUNT."""
+    dtype, op, group = kind.dtype, _op(kind), kind.group
     comm, n, me = group.inner, group.size(), group.rank()
     reduce_scatter_block = comm.Reduce_scatter_block
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
@@ -284,7 +281,7 @@ def _reduce_scatter(kind: CallKind) -> Run:
 
 def _prefix(kind: CallKind) -> Run:
     """Build MPI_Scan or MPI_Exscan (MPI-4.1 section 6.11)."""
-    dtype, op, comm, before = _dtype(kind), _op(kind), kind.group.inner, kind.combined
+    dtype, op, comm, before = kind.dtype, _op(kind), kind.group.inner, kind.combined
     call = comm.Scan if kind.primitive.name == "scan" else comm.Exscan
     element, combined = datatype(dtype), _mpi_operation(op, dtype)
 
@@ -315,11 +312,6 @@ def _divide(buffer: Buffer, count: int, dtype: DType, n: int) -> None:
             flat = flat.view(flat.real.dtype)
         with np.errstate(all="ignore"):
             np.divide(flat, n, out=flat)
-
-
-def _dtype(kind: CallKind) -> DType:
-    assert kind.dtype is not None
-    return kind.dtype
 
 
 def _op(kind: CallKind) -> ReduceOp:

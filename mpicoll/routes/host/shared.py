@@ -23,7 +23,6 @@ from mpicoll.core.plan import (
     Extent,
     Implementation,
     NativeCall,
-    Run,
     SegmentTable,
 )  # fmt: skip
 from mpicoll.core.reproducible import LEVELS
@@ -118,9 +117,7 @@ class Shared:
             channel.spin_count = self._spin_count
 
     def build(self, kind: CallKind) -> Implementation:
-        """Return the implementation, which raises MismatchError on all ranks if primitive, count,
-        dtype, reduce operation or root differ.
-        """
+        """Return the implementation; calls that differ raise MismatchError on all ranks."""
         if not kind.primitive.even:
             return Exchange(self, kind)
         at, group, address = ctypes.addressof(self.described(kind)), self._group, MPI.Get_address
@@ -150,9 +147,9 @@ class Shared:
 
         native_calls = [self.native_call(self, LISTS, lists, at)]
         if kind.primitive.root:
-            return _Native(run_blocks, native_calls)
+            return Implementation(run_blocks, native_calls)
         native_calls.append(self.native_call(self, FUSED, fused, at))
-        return _Native(run_blocks, native_calls, run_fused)
+        return Implementation(run_blocks, native_calls, run_fused)
 
     def native_call(self, owner: Any, shape: int, function: Any, argument: int) -> NativeCall:
         """Return the native call of a function of the C library."""
@@ -191,9 +188,7 @@ class Shared:
             raise self.failure()
 
     def call(self, function: Callable[..., int], *arguments: Any) -> int:
-        """Run the current call by a function of the C library, whose last argument is the call
-        number; raise the error if its result is 0 or less.
-        """
+        """Run the current call by a C function whose last argument is the call number, or raise."""
         result: int = self._run(function, *arguments, self._group.sequence)
         if result <= 0:
             raise self.failure(result)
@@ -209,7 +204,6 @@ class Shared:
 
     def _describe(self, kind: CallKind, key: Any) -> Any:
         primitive, _, op, dtype = kind
-        assert dtype is not None
         by = None if op is None else find_loop(op, dtype, kind.exact)
         parts = 1 if by is None else by.elements
         return self.kernels.CallPlan(
@@ -241,7 +235,6 @@ class Shared:
         add in an order that differs between ranks.
         """
         _, group, op, dtype = kind
-        assert dtype is not None
         same_bits = op is None or (dtype.kind is Kind.INTEGER and op is not ReduceOp.AVG)
         # A group inside a node may have freed its communicator.
         if not (self._calls_mpi and group.inner and same_bits and mpi.ROUTE.can_run_kind(kind)):
@@ -250,9 +243,7 @@ class Shared:
         return ctypes.addressof(self._mpi_plans[-1])
 
     def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the C library. On the progress thread of a crowded node, spin less, so
-        that computing threads get the processor.
-        """
+        """Call a function of the C library; spin less on the progress thread of a crowded node."""
         worker = self._group.worker
         if worker is None or not (worker.is_current and self._crowded_beside):
             return function(*arguments)
@@ -304,9 +295,7 @@ class Shared:
         return found
 
     def leave(self, alone: bool = True) -> None:
-        """Make this rank (``alone``) or all ranks stop waiting: current and later calls raise the
-        group's error.
-        """
+        """Make this rank (``alone``) or all ranks stop waiting: calls raise the group's error."""
         if alone:
             self._segment.aborted = 1
         else:
@@ -356,24 +345,6 @@ class Shared:
         )
 
 
-class _Native(Implementation):
-    """An implementation with given native calls and a given function for segment tables."""
-
-    def __init__(
-        self, run: Run, native_calls: Sequence[NativeCall], fused: Run | None = None
-    ) -> None:
-        super().__init__(run)
-        self._native_calls, self._fused = native_calls, fused
-
-    def native_calls(self) -> Sequence[NativeCall]:
-        """Return the given native calls."""
-        return self._native_calls
-
-    def fused(self, count: int) -> Run | None:
-        """Return the function for segment tables, for any count."""
-        return self._fused
-
-
 class Exchange(Implementation):
     """all_to_all. The first round sends the sizes of all blocks, and the blocks if they fit.
 
@@ -412,8 +383,7 @@ class Exchange(Implementation):
             rank = self._described.mismatch_rank
             if rank == self._kind.group.size():
                 raise misfit(self._kind, None)
-            sent = self._described.mismatch_count
-            raise misfit(self._kind, rank, extent.receives[rank], sent)
+            raise misfit(self._kind, rank, extent.receives[rank], self._described.mismatch_count)
         assert result == _NO_ROOM and self._large is not None
         self._large.run(send, recv, extent, 0)
 
@@ -421,7 +391,6 @@ class Exchange(Implementation):
 def blocks_of_call(kind: CallKind, send: Any, recv: Any, extent: Extent) -> tuple[Any, Any]:
     """Return the blocks of both sides as arrays of struct mpicoll_block; no blocks for None."""
     primitive, group, _, dtype = kind
-    assert dtype is not None
     if isinstance(extent, int):
         extent = Blocks(*([extent] * (group.size() if many else 1)
                           for many in (primitive.many_in, primitive.many_out)))  # fmt: skip

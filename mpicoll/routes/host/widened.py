@@ -28,7 +28,6 @@ def _combines(op: ReduceOp, dtype: DType) -> bool:
 def _build(kind: CallKind) -> Implementation:
     """Build MPI_Allreduce of float32, a chunk at a time."""
     group, dtype = kind.group, kind.dtype
-    assert dtype is not None
     wide_sum = mpi.Collective(kind._replace(dtype=_FLOAT32)).run
     step = CHUNK_BYTES // _FLOAT32.itemsize
 

@@ -221,7 +221,7 @@ test-wheel: wheel  ## install it where there is no compiler, with each MPI, and 
 test-packages: wheel  ## the recipes in packaging/, each by its own tool where a registry has one
 	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check setuptools pycodestyle \
 	    py-rattler-build easybuild-framework easybuild-easyblocks easybuild-easyconfigs spython
-	$(TOOLS)/bin/python tests/packages/run_recipes.py $(ARGS)
+	$(TOOLS)/bin/python tests/packages/run_recipes.py
 
 sanitize: $(VENV)/.test  ## the C sources under AddressSanitizer, UBSan and ThreadSanitizer
 	$(VENV)/bin/python tests/sanitize/run_sanitizers.py $(VENV) --mpiexec '$(START)' $(ARGS)

@@ -247,12 +247,6 @@ def test_new_data_is_written_into_all_that_a_rank_sends(name: str, rank: int, dt
                 assert block.all() if shared else not block.any()
 
 
-@pytest.mark.parametrize(("count", "buffers"), [(1, 64), (1 << 10, 8), (1 << 13, 1), (1 << 16, 1)])
-def test_small_calls_have_several_buffers(count: int, buffers: int) -> None:
-    case = case_of("all_reduce", dtype_of["float32"], ReduceOp.SUM, 2, 0, count)
-    assert len(bench_calls.ring(case, bench_calls.MEMORIES["cpu"]())) == buffers
-
-
 # --- routes -------------------------------------------------------------------------------------
 
 

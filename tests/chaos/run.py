@@ -227,7 +227,6 @@ def main() -> int:
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS))
     parser.add_argument("--chosen", action="store_true", help="one or two kinds of calls per fault")
     parser.add_argument("--at-a-time", type=int, default=2, help="jobs (%(default)s)")
-    parser.add_argument("--verbose", action="store_true", help="print the output of all jobs")
     arguments = parser.parse_args()
     cases = [
         (fault, call)
@@ -244,7 +243,7 @@ def main() -> int:
             end = "continues" if found.code == 0 else f"ends with {found.code}"
             print(f"{fault:26} {call:14} {end:14} {found.seconds:5.1f} s  {'; '.join(wrong)}",
                   flush=True)  # fmt: skip
-            if wrong or arguments.verbose:
+            if wrong:
                 print("    " + found.words[-6000:].replace("\n", "\n    "), flush=True)
     print(f"{len(cases)} jobs, {failed} not as expected")
     return 1 if failed else 0

@@ -48,7 +48,7 @@ struct kernel {
     const char *name;
     int (*step)(struct thread *thread, const struct block *block);
     size_t frame_bytes;
-    uint32_t shared_bytes, parameter_bytes, registers, max_threads;
+    uint32_t shared_bytes, parameter_bytes, max_threads;
     int flags;
     uint32_t parameter_count;
     const struct parameter *parameters;

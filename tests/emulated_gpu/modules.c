@@ -150,23 +150,6 @@ EXPORT CUresult cuFuncIsLoaded(CUfunctionLoadingState *state, CUfunction functio
     return CUDA_SUCCESS;
 }
 
-EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function)
-{
-    const struct kernel *kernel = function ? function->kernel : NULL;
-
-    if (!kernel)
-        return CUDA_ERROR_INVALID_HANDLE;
-    if (attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)
-        *value = (int)kernel->max_threads;
-    else if (attribute == CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
-        *value = (int)kernel->shared_bytes;
-    else if (attribute == CU_FUNC_ATTRIBUTE_NUM_REGS)
-        *value = (int)kernel->registers;
-    else
-        return CUDA_ERROR_NOT_SUPPORTED;
-    return CUDA_SUCCESS;
-}
-
 /* ---- launches ---- */
 
 static CUresult check_launch(const struct CUfunc_st *function, const uint32_t grid[3],

@@ -2,7 +2,6 @@
  *
  * Registers are unsigned integers. Floats are read and written through bit casts. All single
  * precision results that are NaN have the bits that NVIDIA's GPUs produce, 0x7fffffff. */
-#include <fenv.h>
 #include <math.h>
 #include <string.h>
 #include <time.h>
@@ -118,18 +117,6 @@ FUNCTION double sat(double x)
 {
     return x > 0 ? x < 1 ? x : 1 : 0;
 }
-
-/* Evaluate an expression of x, y and z in another rounding mode. Volatile variables keep the
- * compiler from moving it out of that mode. */
-#define ROUNDED(MODE, TYPE, X, Y, Z, EXPRESSION)                                                   \
-    ({                                                                                             \
-        volatile TYPE x = (X), y = (Y), z = (Z);                                                   \
-        (void)x, (void)y, (void)z;                                                                 \
-        fesetround(MODE);                                                                          \
-        volatile TYPE rounded = (EXPRESSION);                                                      \
-        fesetround(FE_TONEAREST);                                                                  \
-        rounded;                                                                                   \
-    })
 
 /* A number is preferred to NaN, and -0 is less than 0. */
 #define EXTREMA(NAME, TYPE)                                                                        \

@@ -57,12 +57,13 @@ class FunctionWriter:
 
     def __init__(self, module: Module, function: Function) -> None:
         self.module, self.function = module, function
-        self.registers: dict[str, int] = {"carry": 1}
+        self.registers: dict[str, int] = {}
         self.arrays: dict[str, int] = {}  # C arrays of local memory and of calls' parameters
         self.shared: dict[str, Variable] = {
             name: one for name, one in module.variables.items() if one.space == "shared"
         }
-        self.points, self.flags, self.used = 0, 0, {"carry"}
+        self.points, self.flags = 0, 0
+        self.used: set[str] = set()
         self.scope: ChainMap[str, Variable] = ChainMap({**module.variables})
         self._declare_parameters()
         self.items: list[tuple[ChainMap[str, Variable], Label | Instruction]] = []
@@ -170,12 +171,10 @@ class FunctionWriter:
         parameters = function.parameters.values()
         parameter_bytes = max((one.offset + one.bytes for one in parameters), default=0)
         rows = ", ".join(f"{{{one.offset}, {one.bytes}}}" for one in parameters)
-        # A guess: a register is reused about as often as on a GPU.
-        registers = min(255, max(16, len(self.registers) // 8))
         return (
             f"{{{quoted(function.name)}, step_{name}, sizeof(struct frame_{name}), "
-            f"{-(-shared // 16) * 16}, {parameter_bytes}, "
-            f"{registers}, {function.max_threads}, {self.flags}, {len(function.parameters)}, "
+            f"{-(-shared // 16) * 16}, {parameter_bytes}, {function.max_threads}, "
+            f"{self.flags}, {len(function.parameters)}, "
             f"(const struct parameter[]){{{rows}}}}}"
         )
 

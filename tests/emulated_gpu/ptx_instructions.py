@@ -17,22 +17,20 @@ ORDERS = {
     "relaxed": "__ATOMIC_RELAXED", "volatile": "__ATOMIC_RELAXED", "acquire": "__ATOMIC_ACQUIRE",
     "release": "__ATOMIC_RELEASE", "acq_rel": "__ATOMIC_ACQ_REL", "sc": "__ATOMIC_SEQ_CST",
 }  # fmt: skip
-ROUNDING = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
 TO_INTEGRAL = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 SCOPES = {"cta", "gpu", "sys", "gl"}
 MEMORY = {*SPACES, *SCOPES, "v2", "v4", "nc", "ca", "cg", "cs", "cv", "wt"}
-FLOAT = {*ROUNDING, "ftz", "sat", "approx", "full"}
+FLOAT = {"rn", "ftz", "sat"}
 COMPARISONS = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=",
     "hi": ">", "hs": ">=",
 }  # fmt: skip
 UNORDERED = {f"{one}u" for one in ("eq", "ne", "lt", "le", "gt", "ge")}
-#: C expressions of operands. Approximations are computed in double precision and rounded once.
+#: C expressions of operands.
 FLOAT_EXPRESSIONS = {
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "div": "({0} / {1})",
     "fma": "fma{f}({0}, {1}, {2})", "mad": "fma{f}({0}, {1}, {2})", "sqrt": "sqrt{f}({0})",
-    "rcp": "(1 / {0})", "rsqrt": "(1 / sqrt(((double){0})))",
-    "ex2": "exp2(((double){0}))", "lg2": "log2(((double){0}))",
+    "rcp": "(1 / {0})",
 }  # fmt: skip
 INTEGER_EXPRESSIONS = {
     "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "neg": "0 - ({c}){0}",
@@ -84,30 +82,21 @@ class InstructionWriter(FunctionWriter):
     # ---- Arithmetic ----
 
     def _float(self, one: Instruction) -> str:
-        """Return a float expression in the instruction's rounding mode."""
+        """Return a float expression, rounded to nearest."""
         if one.type not in ("f32", "f64"):
             raise unsupported(one)
         is_single = one.type == "f32"
         template = FLOAT_EXPRESSIONS[one.opcode].replace("{f}", "f" if is_single else "")
-        mode = next((part for part in one.parts if part in ROUNDING), "rn")
         values = self._reads(one)
         flushes = one.has("ftz") and is_single
         if flushes:
             values = [f"ftz({value})" for value in values]
-        if mode == "rn":
-            result = template.format(*values)
-        else:
-            c = "float" if is_single else "double"
-            x, y, z = [*values, "0", "0"][:3]
-            expression = template.format("x", "y", "z")
-            result = f"ROUNDED({ROUNDING[mode]}, {c}, {x}, {y}, {z}, {expression})"
+        result = template.format(*values)
         result = f"canonical({result})" if is_single else result
         result = f"ftz({result})" if flushes else result
-        if one.has("ftz") and not is_single:  # rcp and rsqrt: the upper half of the bits
-            result = f"to_f64(from_f64({result}) & 0xffffffff00000000)"
         return f"sat({result})" if one.has("sat") else result
 
-    @instruction("sqrt", "rcp", "rsqrt", "ex2", "lg2", allows=FLOAT)
+    @instruction("sqrt", "rcp", allows=FLOAT)
     def function_of_float(self, one: Instruction) -> str:
         return self.write(one.operands[0], one.type, self._float(one))
 
@@ -142,12 +131,10 @@ class InstructionWriter(FunctionWriter):
             value = f"canonical({value})" if one.type == "f32" else value
         return self.write(one.operands[0], one.type, value)
 
-    @instruction("add", "sub", "mul", "mad", "fma", allows=FLOAT | {"lo", "hi", "wide", "cc"})
+    @instruction("add", "sub", "mul", "mad", "fma", allows=FLOAT | {"lo", "hi", "wide"})
     def add(self, one: Instruction) -> str:
         if is_float(one.type):
             return self.write(one.operands[0], one.type, self._float(one))
-        if one.has("cc"):
-            return self._with_carry(one)
         if one.has("sat"):
             raise unsupported(one)
         # Signed integers wrap around like unsigned ones.
@@ -170,28 +157,6 @@ class InstructionWriter(FunctionWriter):
             return f"((({wide}){x} * ({wide}){y}) >> {8 * SIZES[one.type]})", one.type
         unsigned = f"uint{max(32, 8 * SIZES[one.type])}_t"
         return f"(({unsigned}){x} * ({unsigned}){y})", one.type
-
-    @instruction("addc", "subc", "madc", allows={"cc", "lo", "hi"})
-    def _with_carry(self, one: Instruction) -> str:
-        bits = 8 * SIZES[one.type]
-        carry = "r->carry" if one.opcode.endswith("c") else "0"
-        wide, type = "(unsigned __int128)", f"u{bits}"
-        last = self.read(one.operands[-1], type)
-        if one.opcode.startswith("mad"):
-            first = f"({c_type(type)})({self._product(one)[0]})"
-        else:
-            first = self.read(one.operands[1], type)
-        sign = "-" if one.opcode.startswith("sub") else "+"
-        total = f"{wide}{first} {sign} {last} {sign} {carry}"
-        store = f" r->carry = total >> {bits} & 1;" if one.has("cc") else ""
-        result = self.write(one.operands[0], type, "total")
-        return f"{{ const unsigned __int128 total = {total};{store} {result} }}"
-
-    @instruction("copysign")
-    def copysign(self, one: Instruction) -> str:
-        sign, magnitude = self._reads(one)
-        name = "copysignf" if one.type == "f32" else "copysign"
-        return self.write(one.operands[0], one.type, f"{name}({magnitude}, {sign})")
 
     # ---- Bits ----
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -82,29 +81,6 @@ def driver() -> Driver:
 
 
 # ---- Instructions on numbers ---------------------------------------------------------------------
-
-
-MATH = ctypes.CDLL("libm.so.6")
-IS_X86 = platform.machine() == "x86_64"
-#: Arguments of fesetround.
-MODES = (
-    {"rz": 0xC00, "rm": 0x400, "rp": 0x800}
-    if IS_X86
-    else {"rz": 3 << 22, "rm": 2 << 22, "rp": 1 << 22}
-)
-
-
-def in_mode(mode: str, operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operation of NumPy in another rounding mode of the processor."""
-
-    def oracle(*arrays: np.ndarray[Any, Any]) -> Any:
-        assert MATH.fesetround(MODES[mode]) == 0
-        try:
-            return operation(*arrays)
-        finally:
-            MATH.fesetround(0)
-
-    return oracle
 
 
 def fused(a: Any, b: Any, c: Any) -> Any:
@@ -200,15 +176,10 @@ CASES = [
     ("bfi.b32 %d, %a, %b, 9, 6;", "u4 u4 u4",
      each(lambda a, b: b & ~(63 << 9) | (a & 63) << 9)),
     ("prmt.b32 %d, %a, %b, %c;", "u4 u4 u4 u4", each(permuted)),
-    ("add.cc.u32 %t0, %a, %b; addc.u32 %d, %c, 0;", "u4 u4 u4 u4",
-     each(lambda a, b, c: (c + (a + b >> 32)) % 2**32)),
-    ("sub.cc.u64 %w0, %a, %b; subc.u64 %d, %c, 1;", "u8 u8 u8 u8",
-     each(lambda a, b, c: (c - 1 - (a < b)) % 2**64)),
     # Floats.
     ("add.f32 %d, %a, %b;", "f4 f4 f4", np.add),
     ("add.ftz.f32 %d, %a, %b;", "f4 f4 f4", with_ftz(np.add)),
-    *((f"add.{mode}.f32 %d, %a, %b;", "f4 f4 f4", in_mode(mode, np.add)) for mode in MODES),
-    *((f"mul.{mode}.f64 %d, %a, %b;", "f8 f8 f8", in_mode(mode, np.multiply)) for mode in MODES),
+    ("mul.rn.f64 %d, %a, %b;", "f8 f8 f8", np.multiply),
     ("div.rn.f32 %d, %a, %b;", "f4 f4 f4", np.divide),
     ("rcp.rn.f64 %d, %a;", "f8 f8", lambda a: 1 / a),
     ("sqrt.rn.f32 %d, %a;", "f4 f4", np.sqrt),
@@ -216,7 +187,6 @@ CASES = [
     ("min.f32 %d, %a, %b;", "f4 f4 f4", minimum),
     ("max.f64 %d, %a, %b;", "f8 f8 f8", lambda a, b: -minimum(-a, -b)),
     ("abs.f64 %d, %a;", "f8 f8", np.abs),
-    ("copysign.f32 %d, %a, %b;", "f4 f4 f4", lambda a, b: np.copysign(b, a)),
     # Comparisons.
     *((f"setp.{name}.f32 %p, %a, %b; selp.b32 %d, 1, 0, %p;", "f4 f4 u4",
        ordered(test))
@@ -320,20 +290,6 @@ def test_instruction_matches_oracle(driver, instructions, case):
     assert not wrong.size, [
         (*(array[i] for array in arrays), got[i], expected[i]) for i in wrong[:5]
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [("ex2", np.exp2), ("lg2", np.log2), ("rsqrt", lambda a: 1 / np.sqrt(a))],
-)
-def test_approximations_are_within_their_error(driver, name, function):
-    module = driver.load(entry("kernel", f"{name}.approx.f32 %d, %a;", ["f4", "f4"]))
-    array = np.linspace(0.01, 3, COUNT, dtype="f4")
-    output = driver.put(np.zeros(COUNT, "f4"))
-    grid = (COUNT // THREADS, 1, 1)
-    assert driver.launch(driver.function(module), [driver.put(array), output], grid) == 0
-    expected = function(array.astype("f8"))
-    np.testing.assert_allclose(driver.get(output, COUNT, "f4"), expected, 1e-6, 1e-6)
 
 
 # ---- Memory, threads and control -----------------------------------------------------------------
@@ -511,14 +467,3 @@ def test_launch_limits(driver):
     find = driver.library.cuModuleGetFunction
     assert find(ctypes.byref(missing), module, b"other") == NOT_FOUND
     assert driver.synchronize() == 0
-
-
-def test_function_attributes(driver):
-    text = BEGIN.replace("\n{", "\n.maxntid 8, 4, 2\n{")
-    code = ".shared .align 4 .b8 words[512]; mov.u32 %t9, words;"
-    function, value = driver.function(driver.load(text + code + END)), ctypes.c_int()
-    for attribute, expected in ((0, 64), (1, 512)):
-        driver.check(driver.library.cuFuncGetAttribute(ctypes.byref(value), attribute, function))
-        assert value.value == expected
-    driver.check(driver.library.cuFuncGetAttribute(ctypes.byref(value), 4, function))
-    assert 16 <= value.value <= 255

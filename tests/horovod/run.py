@@ -9,9 +9,8 @@ of Horovod, because no package has its tests:
 
 Each file of FILES runs in its own launch, on a CPU; the files of test/single run on one rank. There
 ``import horovod`` imports ``mpicoll.horovod`` (worker.py). left_out.txt lists the excluded tests,
-with reasons. Tests that need a GPU skip themselves. By default all tests of a file run after one
-hvd.init, as Horovod does with MPI. With ``--again`` each test calls hvd.init and hvd.shutdown, as
-Horovod does with Gloo.
+with reasons. Tests that need a GPU skip themselves. All tests of a file run after one hvd.init, as
+Horovod does with MPI.
 
 The exit code is 1 if a test fails on any rank. The output of the ranks is in .cache/horovod.
 """
@@ -37,6 +36,8 @@ FILES = [
     "test/parallel/test_torch.py",
     "test/single/test_torch_elastic.py",
 ]
+#: Timeout of a file.
+TIMEOUT_S = 600
 #: By test: passed, failed or skipped on any rank, and why.
 Outcomes = dict[str, tuple[str, str]]
 CLONE = "git clone --branch master https://github.com/horovod/horovod"
@@ -56,7 +57,7 @@ def read_left_out(ranks: int) -> dict[str, str]:
 
 def run(file: Path, ranks: int, arguments: argparse.Namespace) -> tuple[Outcomes, str]:
     """Run a file of tests. Return their outcomes, and the error of the launch, or ""."""
-    logs = LOGS / ("again" if arguments.again else "once") / str(ranks) / file.stem
+    logs = LOGS / str(ranks) / file.stem
     logs.mkdir(parents=True, exist_ok=True)
     for old in logs.iterdir():
         old.unlink()
@@ -70,19 +71,18 @@ def run(file: Path, ranks: int, arguments: argparse.Namespace) -> tuple[Outcomes
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "TEST_HOROVOD_AGAIN": str(int(arguments.again)),
     }
     error = ""
     with (logs / "launch.log").open("w") as log:
         try:
             code = subprocess.run(
                 command, env=environment, cwd=logs, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, timeout=arguments.timeout, check=False,
+                stderr=log, timeout=TIMEOUT_S, check=False,
             ).returncode  # fmt: skip
             if code:
                 error = f"mpiexec ended with {code}"
         except subprocess.TimeoutExpired:
-            error = f"timed out after {arguments.timeout} s"
+            error = f"timed out after {TIMEOUT_S} s"
     outcomes: Outcomes = {}
     for rank in range(ranks):
         file_of_rank = logs / f"rank-{rank}.json"
@@ -99,11 +99,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("folder", nargs="?", help="a checkout of Horovod")
     parser.add_argument("--mpiexec", default="mpiexec", help="the launcher (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N")
-    parser.add_argument("--again", action="store_true", help="hvd.init and shutdown in each test")
-    parser.add_argument("--timeout", type=int, default=600, help="seconds per file (%(default)s)")
     parser.add_argument("-k", metavar="EXPRESSION", help="select tests, as in pytest")
     parser.add_argument("--look", action="store_true", help="only check that FOLDER exists")
-    parser.add_argument("-v", "--verbose", action="store_true", help="print reasons of skips")
     arguments = parser.parse_args()
     if not arguments.folder:
         parser.error(f"FOLDER is missing (make: HOROVOD=FOLDER). Create it with: {CLONE}")
@@ -134,7 +131,7 @@ def main() -> int:
             for test, (outcome, reason) in sorted(outcomes.items()):
                 if outcome == "failed":
                     print(f"FAILED {test}\n{reason}")
-                elif outcome == "skipped" and (arguments.verbose or test in skipped):
+                elif test in skipped:
                     print(f"  {test}: {reason.removeprefix('Skipped: ')}")
             failed |= bool(error or counts["failed"])
             whole &= not error

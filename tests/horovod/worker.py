@@ -90,8 +90,6 @@ def main() -> int:
     log, left_out, *arguments = sys.argv[1:]
     world = MPI.COMM_WORLD
     log += f"-{world.rank}"
-    if os.environ.get("TEST_HOROVOD_AGAIN") == "1":  # as with Gloo
-        os.environ |= {"HOROVOD_RANK": str(world.rank), "HOROVOD_SIZE": str(world.size)}
     with Path(f"{log}.log").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -18,7 +18,7 @@ from test_shared import sharing_team
 
 import mpicoll as dist
 from mpicoll.dispatch import execute
-from mpicoll.dtypes import DTYPES, Kind, ReduceOp, by_name
+from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MismatchError, UnsupportedError
 from mpicoll.kernels import calls, library
 from mpicoll.routes.host import shared, shared_segment
@@ -211,49 +211,6 @@ def test_calls_with_lists_keep_no_references(team):
         dist.gather(one, into if team.me == 0 else None, group=team.group, group_dst=0)
         dist.scatter(one, tuple(out) if team.me == 0 else None, group=team.group, group_src=0)
     assert count() == before
-
-
-@compiled
-def test_native_code_reads_array_attributes():
-    for row in DTYPES:
-        array = np.zeros((4, 6), row.numpy)
-        assert calls._module.view_array(array) == (row, array.ctypes.data, 24, 4, 1)
-        assert calls._module.view_array(array[1:]) == (row, array[1:].ctypes.data, 18, 3, 1)
-        array.flags.writeable = False
-        assert calls._module.view_array(array) == (row, array.ctypes.data, 24, 4, 0)
-    aligned = np.zeros(9, np.uint8)[1:].view(np.float32)
-    assert not aligned.flags.aligned
-    strange = (
-        np.zeros((4, 6))[:, :3], np.zeros((4, 6)).T, np.zeros(0), np.zeros(3, ">f4"), aligned,
-        np.zeros(3, "M8[s]"), np.ma.zeros(3), np.float32(1), [1.0], 1, None, b"abc", np.zeros,
-    )  # fmt: skip
-    for array in strange:
-        assert calls._module.view_array(array) is None, array
-
-
-@compiled
-def test_native_code_reads_tensor_attributes(team):
-    torch = pytest.importorskip("torch")
-    dist.all_reduce(torch.ones(1), group=team.group)  # registers the tensor type
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        pytest.skip("this torch has no DLPack exchange API")
-    for row in DTYPES:
-        kind = getattr(torch, row.name, None)
-        if kind is None or row.kind is Kind.COMPLEX:
-            continue
-        tensor = torch.zeros((4, 6), dtype=kind)
-        assert calls._module.view_array(tensor) == (row, tensor.data_ptr(), 24, 4, 1), row
-        assert calls._module.view_array(tensor[1:]) == (row, tensor[1:].data_ptr(), 18, 3, 1), row
-    grown = torch.nn.Parameter(torch.zeros(3))
-    assert calls._module.view_array(grown)[1] == grown.data_ptr()
-    complex_ones = torch.zeros(3, dtype=torch.complex64)
-    strange = (
-        torch.zeros(4, 6).T, torch.zeros(4, 6)[:, :3], torch.zeros(1).expand(3), torch.zeros(0),
-        complex_ones, complex_ones.conj(), complex_ones.conj().imag, torch.zeros(3).to_sparse(),
-        torch.zeros(3, device="meta"), torch._efficientzerotensor(3),
-    )  # fmt: skip
-    for tensor in strange:
-        assert calls._module.view_array(tensor) is None, tensor
 
 
 @needs_2_ranks

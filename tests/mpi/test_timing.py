@@ -29,33 +29,6 @@ def test_sample_time_is_the_maximum_over_ranks(comm):
     assert all(each == found for each in comm.allgather(found))
 
 
-class Recorded:
-    """A communicator that records its barriers."""
-
-    def __init__(self, log):
-        self.log = log
-
-    def Barrier(self):
-        self.log.append("barrier")
-
-
-@pytest.mark.parametrize(
-    ("count", "log"),
-    [
-        (1, "write settle barrier a settle"),
-        (2, "a write settle barrier a b settle"),
-        (3, "a write settle barrier a b settle write settle barrier a b settle"),
-    ],
-)
-def test_new_data_is_written_before_the_barrier_of_each_round(comm, count, log):
-    found = []
-    own = Timer(comm, lambda: found.append("settle"))
-    own._comm = Recorded(found)
-    calls = [lambda name=name: found.append(name) for name in "ab"]
-    own.time(Fresh(lambda: found.append("write"), calls), count)
-    assert found == log.split()
-
-
 def test_only_the_calls_are_timed(comm):
     case = Fresh(lambda: time.sleep(0.02), [lambda: time.sleep(0.002)] * 2)
     assert 0.002 <= Timer(comm).time(case, 4) < 0.02

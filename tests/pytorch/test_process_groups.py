@@ -20,15 +20,6 @@ def sum_of_ranks(group):
     return int(value)
 
 
-def test_hundreds_of_successive_groups(world):
-    """More than some MPI libraries support at a time."""
-    for i in range(300):
-        group = dist.new_group([0, 1] if i % 2 else None)
-        if i % 50 == 0:
-            assert sum_of_ranks(group) == sum(range(world.size))
-        dist.destroy_process_group(group)
-
-
 def test_mesh_of_two_dimensions(world, grid):
     row, column = divmod(world.me, 2)
     assert tuple(grid.get_coordinate()) == (row, column)

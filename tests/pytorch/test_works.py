@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 import time
 from datetime import timedelta
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,47 +31,6 @@ def test_dropped_works_complete(world):
     for one in filled:
         equal(one, torch.full((10_000,), 7.0))
     equal(kept, torch.full((1000,), float(world.size)))
-
-
-class OnDevice:
-    """Models a tensor on a GPU."""
-
-    is_cuda, device = True, "cuda:0"
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_future_of_an_async_device_call_blocks_no_stream_of_the_program(monkeypatch, early):
-    """Only new streams wait for the call. gpu/test_cuda_tensors.py runs callbacks on a device."""
-    from mpicoll.core.work import Work
-    from mpicoll.torch import works
-
-    current, joined = ["the program's"], []
-
-    @contextlib.contextmanager
-    def use(stream):
-        current.append(stream)
-        yield
-        current.pop()
-
-    futures = SimpleNamespace(Future=lambda devices: torch.futures.Future())
-    cuda = SimpleNamespace(Stream=lambda device: f"new on {device}", stream=use)
-    monkeypatch.setattr(works, "torch", SimpleNamespace(futures=futures, cuda=cuda))
-    order = Mock(
-        join=lambda where: joined.append(current[-1]),
-        in_callbacks=contextlib.nullcontext,
-        find_failure=lambda: None,
-    )
-    tensor = OnDevice()
-    calls = [Work("a call", [tensor], None, [order]) for _ in range(2)]
-    if early:
-        future = works.PendingWork(calls, [tensor]).get_future()
-    for call in calls:
-        call.finish()
-    if not early:
-        future = works.PendingWork(calls, [tensor]).get_future()
-    assert future.value() == [tensor] and {*joined} == {"new on cuda:0"}
-    assert works.PendingWork(calls, [tensor]).wait()
-    assert {*joined} == {"new on cuda:0", "the program's"}
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["attached-first", "attached-late"])

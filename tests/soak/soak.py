@@ -1,6 +1,6 @@
 """Make millions of calls, groups and works in one process, and check for leaks.
 
-    mpiexec -n N python tests/soak/soak.py [--share 1.0] [--phases NAME ...]
+    mpiexec -n N python tests/soak/soak.py [--share 1.0]
 
 Each phase has several slices. After each slice every rank measures its private memory, open files
 and threads. Each group has two communicators, of which MPICH can create about 2,000.
@@ -137,16 +137,16 @@ def start_threads() -> None:
 
 
 #: Description, number of repetitions, and function of each phase.
-PHASES = {
-    "calls": ("small calls", 10**7, small_calls),
-    "kinds": ("calls of many kinds and sizes", 10**4, kinds_of_calls),
-    "works": ("asynchronous calls", 10**5, works),
-    "futures": ("asynchronous calls without wait()", 10**5, works_with_futures),
-    "messages": ("messages", 10**5, messages),
-    "objects": ("object collectives", 10**4, objects),
-    "groups": ("groups", 10**4, groups),
-    "init": ("init and destroy", 10**3, initializations),
-}
+PHASES = [
+    ("small calls", 10**7, small_calls),
+    ("calls of many kinds and sizes", 10**4, kinds_of_calls),
+    ("asynchronous calls", 10**5, works),
+    ("asynchronous calls without wait()", 10**5, works_with_futures),
+    ("messages", 10**5, messages),
+    ("object collectives", 10**4, objects),
+    ("groups", 10**4, groups),
+    ("init and destroy", 10**3, initializations),
+]
 
 
 def soak(words: str, times: int, run: Callable[[int], None]) -> tuple[str, bool]:
@@ -175,8 +175,7 @@ def soak(words: str, times: int, run: Callable[[int], None]) -> tuple[str, bool]
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--share", type=float, default=1.0, help="fraction of the repetitions")
-    parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
-    arguments = parser.parse_args()
+    share = parser.parse_args().share
     dist.init_process_group()
     all_flat = True
     library = MPI.Get_library_version().strip("\0").splitlines()[0].split(",")[0]
@@ -188,9 +187,8 @@ def main() -> int:
     rank = dist.get_rank()
     if rank == 0:
         print("\n".join(lines), flush=True)
-    for chosen in arguments.phases:
-        words, times, run = PHASES[chosen]
-        row, flat = soak(words, max(SLICES * LIVING, int(times * arguments.share)), run)
+    for words, times, run in PHASES:
+        row, flat = soak(words, max(SLICES * LIVING, int(times * share)), run)
         all_flat &= flat
         if rank == 0:
             print(row + ("" if flat else " NOT FLAT"), flush=True)

@@ -232,13 +232,13 @@ def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
         at, root = recv + start * dtype.itemsize, hierarchy.places[call.root]
+        if start == 0:
+            call.exchange(dtype)  # only compares the calls
+            call.agree()
         if me.node == root.node:
             is_root = me == root
             puts, gets = [Put(at, size)] * is_root, [Get(root.place, 0, at, size)] * (not is_root)
             call.exchange(dtype, 1, size, puts, gets)
-        elif start == 0:
-            call.exchange(dtype)  # only compares the calls
-        call.agree()
         shares = hierarchy.shares(size, dtype.itemsize)
         if rail is not None:
             begin, own = shares[me.place]

@@ -19,7 +19,7 @@ from mpicoll.core.plan import CallKind
 from mpicoll.core.signature import describe, encode_kind, with_root
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
-from mpicoll.failures import lost_ranks
+from mpicoll.failures import consistency, lost_ranks
 from mpicoll.failures.report import describe_by_rank
 from mpicoll.machine import ranks_by_value
 from mpicoll.primitives import ALL_GATHER
@@ -267,6 +267,8 @@ class HierarchyCall:
         """Return the error that lists the calls. All ranks call."""
         group, own = self._hierarchy.group, describe(self._signature, self.count)
         words = control_messages.allgather(group.tested, own, str)
+        if not self._kind.primitive.even:  # it is in the record as if it were correct
+            consistency.drop_last_call(group)
         return MismatchError(
             f"{self._kind.primitive} on rank {group.rank()} of group {group.group_name}: "
             f"collective mismatch: the ranks made different calls: {describe_by_rank(words)}"

@@ -1,6 +1,6 @@
 """Make random collectives on random arrays, and compare the results with the oracle.
 
-    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--any-order]
+    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--any-order] [--nodes]
 
 SEED determines the calls of all ranks. Each rank has another generator for the memory layout of its
 arrays and for its delays. After a wrong result, an error or a missing error, the job prints the
@@ -43,6 +43,7 @@ import mpicoll as dist
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.failures import consistency
 from mpicoll.kernels.library import kernels
+from mpicoll.routes.host import hierarchy
 
 try:
     import torch
@@ -270,7 +271,10 @@ def main() -> None:
     parser.add_argument("seed", type=int)
     parser.add_argument("seconds", type=float)
     parser.add_argument("--any-order", action="store_true")
+    parser.add_argument("--nodes", action="store_true", help="as if ranks were on two nodes")
     arguments = parser.parse_args()
+    if arguments.nodes:
+        hierarchy.node_of = lambda: f"node {dist.get_rank() % 2}"
     dist.init_process_group(timeout=60)
     program = Program(arguments.seed, arguments.any_order)
     try:

@@ -20,16 +20,7 @@ from conftest import (
     pass_first_calls,
 )
 from conftest import team as group_of
-from driver import (
-    DTYPES,
-    NAMES,
-    Call,
-    Exact,
-    check_same_bits,
-    guarded,
-    legal_operations,
-    use_route,
-)
+from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
 from test_arrays import maker, strided
 from test_mpi_calls import ensure_uncompared
@@ -196,14 +187,15 @@ def test_slowest_rank_decides_the_route(measured_team, monkeypatch, name, slowes
     for dtype in ("float32", "int64"):
         for turn in range(2 * measured.TRIAL_COUNT + 6):
             ensure_uncompared(team.group)
-            make = maker(strided) if team.me == turn % team.size else guarded
-            call = Call(name, team, by_name[dtype], 40000, root=turn % team.size, make=make)
+            root = turn % team.size
+            make = {"make": maker(strided)} if team.me == root else {}
+            call = Call(name, team, by_name[dtype], 40000, root=root, **make)
             with record_python_calls() as seen:
                 call.start()
             call.check()
             if serves and turn < 2 * measured.TRIAL_COUNT:
                 assert seen  # a rank counts the calls
-        in_python = make is not guarded or usual != "mpi" or (serves and slowest_s < 5)
+        in_python = bool(make) or usual != "mpi" or (serves and slowest_s < 5)
         assert bool(seen) == in_python or calls.describe() != "compiled"
     chosen = team.group.resources.find("measured") or {}
     first = "hierarchical" if slowest_s < 5 else usual

@@ -346,19 +346,13 @@ _BUILDERS = {
     "all_to_all": _all_to_all,
 }
 
+MOVED = ("broadcast", "all_gather", "all_gather_single", *EXCHANGES)
+
 ROUTE = Route(
     __name__,
     "node by node, then between them",
     Serves(
-        (
-            "all_reduce",
-            "reduce_scatter",
-            "reduce_scatter_single",
-            "broadcast",
-            "all_gather",
-            "all_gather_single",
-            *EXCHANGES,
-        ),
+        ("all_reduce", "reduce_scatter", "reduce_scatter_single", *MOVED),
         combines=has_loop,
         uneven=EXCHANGES,
     ),

@@ -11,6 +11,7 @@ A rank counts the calls of a class, so none of them may run natively before the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicoll.core.plan import CallKind, Extent, Implementation, NativeCall, Run
+from mpicoll.errors import MismatchError
 from mpicoll.output import format_bytes
 from mpicoll.routes.host import hierarchical, mpi
 from mpicoll.routes.route import EXCHANGES, Route, Serves
@@ -56,22 +58,25 @@ class Measured(Implementation):
         """Run one call."""
         count = extent if self._agree is None else self._agree_on(extent)
         size = (count * self._block_bytes).bit_length()
-        way = 0 if count < 0 else self._chosen.get(size)
         extent = extent if count < 0 else count  # without a list of equal blocks
+        way = 0 if count < 0 else self._chosen.get(size)
+        seconds = self._seconds.setdefault(size, ([], []))
+        if way is None and len(seconds[1]) == TRIAL_COUNT:
+            way = self._choose(size, seconds)
+        elif way is None and job.choose == "random":
+            way = crc32(b"%d" % self._kind.group.sequence) & 1
         if way is not None:
             self._runs[way](send, recv, extent, root)
             return
-        seconds, is_random = self._seconds.setdefault(size, ([], [])), job.choose == "random"
-        way = len(seconds[0]) > len(seconds[1])
-        if is_random:
-            way = crc32(b"%d" % self._kind.group.sequence) & 1
+        own = seconds[len(seconds[0]) > len(seconds[1])]
+        own.append(inf)  # also if a signal handler raises
         begin = perf_counter()
-        self._runs[way](send, recv, extent, root)
-        # Not if it failed: the ranks of a mismatch may be in different classes.
-        if not is_random:
-            seconds[way].append(perf_counter() - begin)
-        if len(seconds[1]) == TRIAL_COUNT:
-            self._choose(size, seconds)
+        try:
+            self._runs[own is seconds[1]](send, recv, extent, root)
+        except MismatchError:  # on all ranks, which may be in different classes
+            own.pop()
+            raise
+        own[-1] = perf_counter() - begin
 
     def _agree_on(self, extent: Extent) -> int:
         """Return the count of an all_to_all; -1 if it uses `exchange`, because its blocks differ or
@@ -86,13 +91,13 @@ class Measured(Implementation):
         self._left = self._skip_count = min(2 * self._skip_count + 1, MAX_SKIP_COUNT) * usual
         return count
 
-    def _choose(self, size: int, seconds: Sequence[Sequence[float]]) -> None:
-        """Choose the route whose median is shorter on its slowest rank. All ranks call."""
+    def _choose(self, size: int, seconds: Sequence[Sequence[float]]) -> int:
+        """Choose the route whose median is shorter on its slowest rank; return its index."""
         primitive, group, op, dtype = self._kind
         assert dtype is not None
         medians = np.array([median(each[1:]) for each in seconds])
         group.inner.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
-        self._chosen[size] = int(medians[1] < medians[0])
+        self._chosen[size] = way = int(medians[1] < medians[0])
         if plan := group.plans.get((primitive, dtype, op)):
             plan.fast_path_registered = False  # the next call registers this size class
         names = "mpi" if self._agree is None else "exchange", "hierarchical"
@@ -101,6 +106,7 @@ class Measured(Implementation):
         )
         found = group.resources.get_or_create("measured", dict, abandon=lambda _: None)
         found[f"{primitive} {dtype} {format_bytes(1 << size >> 1)}"] = ", ".join(times)
+        return way
 
     def native_calls(self) -> Sequence[NativeCall]:
         """Return those of MPI's own call, for the classes for which it was chosen."""
@@ -126,7 +132,7 @@ def _build(kind: CallKind) -> Implementation | None:
 ROUTE = Route(
     __name__,
     "MPI or, if measured to be faster, node by node",
-    Serves(("broadcast", "all_gather", "all_gather_single", *EXCHANGES), uneven=EXCHANGES),
+    Serves(hierarchical.MOVED, uneven=EXCHANGES),
     _build,
     hierarchical.ROUTE.needs,
 )

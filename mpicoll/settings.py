@@ -72,7 +72,7 @@ WAYS = (
 )  # fmt: skip
 CHOOSE = _one_of(
     "MPICOLL_CHOOSE", ("0", "1", "random", *WAYS),
-    "on rank 0: 0: calls through shared memory use the default ways; 1: the fastest, which mpicoll "
+    "on rank 0: 0: calls use the default ways and routes; 1: the fastest, which mpicoll "
     "measures while it runs; random, or one way: for tests; see performance.md",
 )  # fmt: skip
 SHARED_MEMORY = _one_of(

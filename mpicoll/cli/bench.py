@@ -147,9 +147,9 @@ def _bench(options: argparse.Namespace) -> int:
     while sizes[-1] * options.stepfactor <= options.maxbytes:
         sizes.append(sizes[-1] * options.stepfactor)
     report = Bench(options, comm, memory, others, notes).run(_cases(options, comm, sizes))
-    shared = default_group().resources.find("shared")
-    if first and names and shared is not None:
-        for call, ways in shared.ways.describe().items():
+    shared, measured = map(default_group().resources.find, ("shared", "measured"))
+    if first and names:
+        for call, ways in (shared.ways.describe() if shared else measured or {}).items():
             print(f"# {call}: {ways}")
     for other in others.values():
         other.close()

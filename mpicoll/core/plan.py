@@ -160,12 +160,13 @@ class Plan:
     kind:      the signature without the root; see mpicoll.core.signature.
     even:      block counts are equal on all ranks and part of the signature.
     compares:  in a group that compares every call, the implementation does it.
-    fast_path_registered: the group has the native calls, or there are none.
+    fast_path_registered: the group has the native calls that are known, or there are none.
+    native_calls: those that the group has.
     """
 
     __slots__ = (
         "compares", "dtype", "even", "fast_path_registered", "group", "implementation", "kind",
-        "name", "on_device", "op", "primitive", "run",
+        "name", "native_calls", "on_device", "op", "primitive", "run",
     )  # fmt: skip
 
     def __init__(
@@ -180,6 +181,7 @@ class Plan:
         self.even = self.primitive.even
         self.compares = not on_device and self.dtype is not None
         self.fast_path_registered = False
+        self.native_calls: list[NativeCall] = []
 
 
 class Task(NamedTuple):

@@ -205,7 +205,9 @@ def _register_fast_path(plan: Plan, op: ReduceOp | None) -> None:
         return
     primitive, native_calls = plan.primitive, plan.implementation.native_calls()
     plan.fast_path_registered = native_calls is not None
-    for call in native_calls or ():
+    new = [call for call in native_calls or () if call not in plan.native_calls]
+    plan.native_calls += new
+    for call in new:
         plan.group.register_fast_path(
             primitive, plan.dtype, op, call.owner, plan.kind, call.min_count, call.end_count,
             plan.group.size(), plan.group.rank(), call.function, call.argument, call.shape,

@@ -47,16 +47,18 @@ def _row(node: Steps, nodes: Steps, apart: Steps) -> dict[str, Steps]:
 _MPI: Steps = ((0, "mpi"),)
 _EXCHANGE: Steps = ((0, "exchange"),)
 _SHARED: Steps = ((0, "shared"),)
+#: Below, the Python code of a hierarchical call takes longer than MPI's whole call.
+_MEASURED: Steps = ((0, "mpi"), (16 * _KIB, "measured"))
 
 #: On one node: measured with 2 ranks, with and without a shared cache, with MPICH and Open MPI from
 #: PyPI, without a difference. Other placements: from the cost model (docs/model.md).
 _FEW: Rows = {
-    "broadcast": _row(_SHARED, _MPI, _MPI),
+    "broadcast": _row(_SHARED, _MEASURED, _MPI),
     "all_reduce": _row(_SHARED, ((0, "mpi"), (1 * _MIB, "hierarchical")), _MPI),
     "all_reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
     "reduce": _row(_SHARED, _MPI, _MPI),
     "reduce of others": _row(_SHARED, _EXCHANGE, _EXCHANGE),
-    "all_gather": _row(_SHARED, _MPI, _MPI),
+    "all_gather": _row(_SHARED, _MEASURED, _MPI),
     "gather": _row(_SHARED, _MPI, _MPI),
     "scatter": _row(_SHARED, _MPI, _MPI),
     "reduce_scatter": _row(
@@ -129,8 +131,8 @@ def _combines_some(route: Route, others: bool) -> bool:
 
 @cache
 def _of_routes(kind: str) -> dict[str, Steps]:
-    """Return the row of a kind without an entry in the tables: on a node the first route that
-    requires a placement, elsewhere the first eligible route.
+    """Return the row of a kind without an entry in the tables: the first route that requires the
+    placement, or else the first eligible route.
     """
     from mpicoll.routes.host import registry
 
@@ -139,7 +141,7 @@ def _of_routes(kind: str) -> dict[str, Steps]:
         routes = eligible_routes(kind, place)
         if not routes:
             raise UnsupportedError(f"{kind}: no route for arrays in host memory supports it")
-        own = [name for name in routes if place == "node" and registry.HOST[name].needs.placement]
+        own = [name for name in routes if registry.HOST[name].needs.placement]
         row[place] = ((0, [*own, *routes][0]),)
     return row
 
@@ -159,9 +161,7 @@ class Table:
         """Return the steps for a group of ``ranks`` ranks, by placement: measured with the closest
         number of ranks by ratio, or the defaults.
         """
-        if kind not in KINDS:
-            return _of_routes(kind)
-        usual = _nearest(_DEFAULTS, kind, ranks)
+        usual = _nearest(_DEFAULTS, kind, ranks) or _of_routes(kind)
         measured = _nearest(self._measured, kind, ranks)
         return usual | {place: _filled(steps, usual[place]) for place, steps in measured.items()}
 

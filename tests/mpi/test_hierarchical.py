@@ -20,15 +20,29 @@ from conftest import (
     pass_first_calls,
 )
 from conftest import team as group_of
-from driver import NAMES, Call, Exact, by_dtype, check_same_bits, legal_operations, use_route
+from driver import (
+    DTYPES,
+    NAMES,
+    Call,
+    Exact,
+    by_dtype,
+    check_same_bits,
+    legal_operations,
+    use_route,
+)
 from mpi4py import MPI
+from test_arrays import maker, strided
+from test_mpi_calls import ensure_uncompared
+from test_short_calls import record_python_calls
 
 import mpicoll as dist
 from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
+from mpicoll.kernels import calls
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.host import hierarchical, hierarchy, select, shared
+from mpicoll.routes import tuning
+from mpicoll.routes.host import hierarchical, hierarchy, measured, select, shared
 from mpicoll.serialized_mpi import serialize
 
 pytestmark = pytest.mark.on_4
@@ -44,7 +58,12 @@ PLACES = {
     "three nodes": lambda n: [(rank * 2) % 3 if n > LEAST else rank // 2 for rank in range(n)],
 }
 
-ROUTED = [name for name in NAMES if name in hierarchical.ROUTE.serves.primitives]
+ROUTED = {
+    name: ReduceOp.SUM if row.reduces else None
+    for name, row in NAMES.items()
+    if name in hierarchical.ROUTE.serves.primitives
+}
+MOVES = [name for name, op in ROUTED.items() if op is None]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +72,7 @@ def patch(world):
     if world.size < LEAST:
         pytest.skip(f"needs {LEAST} ranks")
     with pytest.MonkeyPatch.context() as patch:
-        use_route(patch, "hierarchical", "nodes")
+        use_route(patch, "hierarchical", "nodes", (*tuning.KINDS, "all_to_all"))
         yield patch
 
 
@@ -119,7 +138,7 @@ def test_all_reduce_around_chunk_sizes(cut, mpi, dtype):
 
 @needs_shared_memory
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("name", [name for name in ROUTED if name != "all_reduce"])
+@pytest.mark.parametrize("name", ["reduce_scatter", "reduce_scatter_single"])
 @by_dtype
 def test_other_operations_around_chunk_sizes(cut, name, dtype):
     line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
@@ -127,6 +146,98 @@ def test_other_operations_around_chunk_sizes(cut, name, dtype):
         for op in served(dtype)[turn % 3 :: 3]:
             Exact(name, cut, dtype, count, op).run()
     assert has_levels(cut)
+
+
+@needs_shared_memory
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_around_chunk_sizes(cut, name):
+    for dtype in DTYPES:
+        line, slot, piece = (size // dtype.itemsize for size in (64, 512, 1024))
+        for turn, count in enumerate((0, 1, line + 1, slot - 1, piece, piece + 1, 5 * piece + 7)):
+            Exact(name, cut, dtype, count, root=(turn + dtype.code) % cut.size).run()
+    assert has_levels(cut)
+
+
+@needs_shared_memory
+@pytest.mark.parametrize("route", ["hierarchical", "measured"])
+def test_all_to_all_of_some_equal_blocks(placed, monkeypatch, route):
+    """A rank whose own blocks are equal does not know that the blocks of others differ."""
+    use_route(monkeypatch, route, "nodes", ["all_to_all"])
+    me, n = placed.me, placed.size
+    for odd in (*range(n), None) * 3:
+        sent = 20 * me + np.arange(n).repeat([2 + 3 * (r == odd == me) for r in range(n)])
+        received = np.zeros_like(sent)
+        splits = [2 + 3 * (r == odd) for r in range(n)] if me == odd else None
+        dist.all_to_all_single(received, sent, splits, splits, placed.group)
+        sources = np.arange(n).repeat([2 + 3 * (r == odd == me) for r in range(n)])
+        assert (received == 20 * sources + me).all()
+
+
+@pytest.fixture
+def measured_team(placed, monkeypatch):
+    """A group with the default table, after the calls that are always compared."""
+    monkeypatch.setattr(tuning.job, "table", tuning.Table())
+    pass_first_calls(placed.group)
+    return placed
+
+
+@needs_shared_memory
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("slowest_s", [3, 7])
+def test_slowest_rank_decides_the_route(measured_team, monkeypatch, name, slowest_s):
+    """All ranks choose the same route, although MPI is always faster on rank 0. Then calls of MPI
+    are native, unless an array is not contiguous.
+    """
+    team, usual = measured_team, "exchange" if name.startswith("all_to_all") else "mpi"
+    times = itertools.cycle([0, 1, 0, 2] if team.me == 0 else [0, 5, 0, slowest_s])
+    monkeypatch.setattr(measured, "perf_counter", lambda: next(times))
+    serves = name == "broadcast" or hierarchy.get_or_create(team.group).even
+    for dtype in ("float32", "int64"):
+        for turn in range(2 * measured.TRIAL_COUNT + 6):
+            ensure_uncompared(team.group)
+            root = turn % team.size
+            make = {"make": maker(strided)} if team.me == root else {}
+            call = Call(name, team, by_name[dtype], 40000, root=root, **make)
+            with record_python_calls() as seen:
+                call.start()
+            call.check()
+            if serves and turn < 2 * measured.TRIAL_COUNT:
+                assert seen  # a rank counts the calls
+        in_python = bool(make) or usual != "mpi" or (serves and slowest_s < 5)
+        assert bool(seen) == in_python or calls.describe() != "compiled"
+    chosen = team.group.resources.find("measured") or {}
+    first = "hierarchical" if slowest_s < 5 else usual
+    assert [text.split()[0] for text in chosen.values()] == [first] * (2 * serves)
+
+
+@needs_shared_memory
+@pytest.mark.parametrize("choose", ["0", "random"])
+def test_routes_that_are_not_measured(measured_team, monkeypatch, choose):
+    """By MPICOLL_CHOOSE. ``random`` uses both routes."""
+    monkeypatch.setattr(tuning.job, "choose", choose)
+    made, init = [], hierarchical.HierarchyCall.__init__
+    monkeypatch.setattr(
+        hierarchical.HierarchyCall, "__init__", lambda *all: (made.append(all), init(*all))[1]
+    )
+    for turn in range(40):
+        Exact("broadcast", measured_team, by_name["int8"], 20000, root=turn % LEAST).run()
+    assert len(made) < 40 and bool(made) == (choose == "random")
+    assert measured_team.group.resources.find("measured") is None
+
+
+@needs_shared_memory
+def test_mismatch_while_routes_are_measured(measured_team):
+    """The group stays usable: no rank counts the call."""
+    team, counts = measured_team, (40000, 80000)
+    for turn in range(2 * measured.TRIAL_COUNT + 2):
+        for count in counts:
+            Exact("broadcast", team, by_name["float32"], count, root=turn % team.size).run()
+        if turn % 2 == 0 and turn < 2 * measured.TRIAL_COUNT:  # `hierarchical` is next
+            ensure_uncompared(team.group)
+            with pytest.raises(MismatchError, match=r"different calls: .*80000 elem"):
+                dist.broadcast(np.ones(counts[team.me == 0], np.float32), 0, team.group)
+    assert len(team.group.resources.find("measured")) == len(counts)
 
 
 class Counted:
@@ -191,7 +302,7 @@ def test_groups_of_some_ranks(patch, world, new_team):
     for ranks in itertools.permutations(range(n), LEAST):
         team = new_team(f"some, {ranks}", ranks)
         for name in ROUTED if team.me is not None else ():
-            Exact(name, team, by_name["bfloat16"], 3000, ReduceOp.SUM).run()
+            Exact(name, team, by_name["bfloat16"], 3000, ROUTED[name], LEAST - 1).run()
     for ranks in ([0, 2], [0, 1], [0, 2, 4][: 1 + (n + 1) // 2 - 1]):
         team = new_team(f"without, {ranks}", ranks)
         if team.me is not None:
@@ -211,11 +322,11 @@ def test_ranks_with_random_delays_keep_the_order_of_calls(patch, world, new_team
     mine = np.random.default_rng(world.me)
     pending = []
     for number in range(300):
-        name = str(rng.choice(ROUTED))
+        name = str(rng.choice([*ROUTED]))
         count = int(rng.choice([1, 7, 500, 5000, 70000]))
         dtype = by_name[str(rng.choice(["float32", "bfloat16", "int16"]))]
         team = teams[int(rng.integers(2))]
-        call = Exact(name, team, dtype, count, ReduceOp.SUM)
+        call = Exact(name, team, dtype, count, ROUTED[name], number % team.size)
         if mine.random() < 0.05:
             time.sleep(mine.random() / 500)
         pending.append((call, call.start(async_op=number % 3 == 0)))
@@ -234,7 +345,16 @@ def test_collective_mismatch_raises_on_all_ranks(placed):
     for odd in ({0}, {team.size - 1}, set(nodes[-1]), set(nodes[0])):
         mine = team.me in odd
         check_mismatches(team, mine)
-        if not hierarchy.get_or_create(team.group).even:
+        even = hierarchy.get_or_create(team.group).even
+        for name in MOVES if even else ["broadcast"]:
+            made = [("int8", 900, 0)]
+            made += [("int32", 901, 0)] * (not name.startswith("all_to_all"))
+            made += [("int32", 900, 1)] * (name == "broadcast")
+            for odd_call in made:
+                dtype, count, root = odd_call if mine else ("int32", 900, 0)
+                with pytest.raises(MismatchError, match=f"rank {team.me} .*mismatch: .*{name} of"):
+                    Exact(name, team, by_name[dtype], count, None, root).start()
+        if not even:
             continue
         check_size_mismatch(team, mine, 900)
         with pytest.raises(MismatchError, match=f"ranks? .*{team.me}.*: all_reduce of 900 ele"):
@@ -244,7 +364,7 @@ def test_collective_mismatch_raises_on_all_ranks(placed):
                 )
             dist.all_reduce(np.ones(900, f32), group=team.group)
     for name in ROUTED:
-        Exact(name, team, by_name["float32"], 3000, ReduceOp.SUM).run()
+        Exact(name, team, by_name["float32"], 3000, ROUTED[name]).run()
 
 
 @needs_shared_memory
@@ -298,7 +418,7 @@ def test_serialized_mpi(patch, new_team):
     team = new_team("serialized")
     team.group.inner = serialize(team.group.inner)
     for name in ROUTED:
-        Exact(name, team, by_name["float32"], 3000, ReduceOp.MAX).run()
+        Exact(name, team, by_name["float32"], 3000, ROUTED[name]).run()
     rail = hierarchy.get_or_create(team.group).rail
     assert rail is None or type(rail.inner) is type(team.group.inner)
 
@@ -311,5 +431,5 @@ def test_single_node_does_not_use_the_route(new_team, monkeypatch):
     assert len(set(said)) == 1 and said[0]
     assert hierarchy.get_or_create(team.group) is None
     for name in ROUTED:
-        kind = CallKind(NAMES[name], team.group, ReduceOp.SUM, by_name["int8"])
-        assert hierarchical._build(kind) is None
+        kind = CallKind(NAMES[name], team.group, ROUTED[name], by_name["int8"])
+        assert hierarchical.build(kind) is None

@@ -1,6 +1,6 @@
 """Make random collectives on random arrays, and compare the results with the oracle.
 
-    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [--any-order] [--processors]
+    mpiexec -n N python tests/random_programs/program.py SEED SECONDS [options]
 
 SEED determines the calls of all ranks. Each rank has another generator for the memory layout of its
 arrays and for its delays. After a wrong result, an error or a missing error, the job prints the
@@ -44,7 +44,7 @@ import mpicoll as dist
 from mpicoll.dtypes import DType, Kind, ReduceOp
 from mpicoll.failures import consistency
 from mpicoll.kernels.library import kernels
-from mpicoll.routes.host import shared, shared_segment
+from mpicoll.routes.host import hierarchy, shared, shared_segment
 
 try:
     import torch
@@ -273,10 +273,13 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--any-order", action="store_true")
     parser.add_argument("--processors", action="store_true")
+    parser.add_argument("--nodes", action="store_true", help="as if ranks were on two nodes")
     arguments = parser.parse_args()
     if arguments.processors:
         shared_segment._processors = lambda: set(range(64))
         shared.SPIN_COUNT = shared.CROWDED_SPIN_COUNT
+    if arguments.nodes:
+        hierarchy.node_of = lambda: f"node {dist.get_rank() % 2}"
     dist.init_process_group(timeout=60)
     program = Program(arguments.seed, arguments.any_order)
     try:

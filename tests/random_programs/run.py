@@ -53,6 +53,7 @@ def build_setups(folder: Path) -> dict[str, Setup]:
         "python": Setup({settings.CALLS.name: "python"}),
         "defaults": Setup({settings.CHOOSE.name: "0"}),
         "random": with_threads("random"),
+        "nodes": Setup({settings.CHOOSE.name: "random"}, ("--nodes", "--any-order")),
         **{f"way:{way}": with_threads(way) for way in settings.WAYS},
         "slots": Setup({settings.SINGLE_COPY.name: "0"}),
         "messages": Setup({settings.SHARED_MEMORY.name: "0"}),
@@ -60,10 +61,11 @@ def build_setups(folder: Path) -> dict[str, Setup]:
         "order": Setup({settings.REPRODUCIBLE.name: "order"}),
         "exact": Setup({settings.REPRODUCIBLE.name: "exact"}),
     }
-    for name in registry.HOST:
+    for name, route in registry.HOST.items():
         path = folder / f"{name}.json"
         path.write_text(json.dumps({"ranks": {"2": rows_of(name)}}))
-        options = ("--any-order",) if name == "widened" else ()
+        nodes = route.needs.placement == "nodes"
+        options = ("--any-order",) * (name == "widened" or nodes) + ("--nodes",) * nodes
         setups[f"route:{name}"] = Setup({settings.TABLE.name: str(path)}, options)
     return setups
 

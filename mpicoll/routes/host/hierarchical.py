@@ -1,7 +1,8 @@
-"""Hierarchical reductions for groups on several nodes: shared memory inside a node, MPI between.
+"""Hierarchical collectives for groups on several nodes: shared memory inside a node, MPI between.
 
 A *rail* is a communicator of one rank per node: rail i joins the i-th ranks of all nodes. There are
-as many rails as the smallest node has ranks, and each sends a share of the message. Every chunk
+as many rails as the smallest node has ranks, and each sends a share of the message. Every chunk of
+an all_reduce
 
 1. is reduced and scattered in each node: each rail's rank gets its share;
 2. is reduced along the rails, on all rails at once;
@@ -12,8 +13,12 @@ send. Ranks may be on nodes in any order, and nodes may have different numbers o
 single rail this is the usual scheme with a leader per node. (Träff, Hunold, Decomposing MPI
 collectives for exploiting multi-lane communication, IEEE Cluster 2020; their lane is a rail.)
 
+Data movement uses the same rails: broadcast sends a share along each, all_gather the block of each
+rank, and all_to_all one message per node with the blocks of a node's ranks for the ranks of a rail
+(arXiv 2601.17606).
+
 The ranks' calls are compared inside a node in step 1, without cost, and between nodes by an MPI
-reduction of 16 bytes before step 2.
+reduction of 32 bytes before step 2.
 
 Sums and products of narrow floats are computed and sent as float32 and rounded once; the results of
 all_reduce are sent as they are.
@@ -22,14 +27,16 @@ all_reduce are sent as they are.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicoll.arrays.views import Array, Buffer, memory_at
-from mpicoll.core.plan import CallKind, Implementation
-from mpicoll.dtypes import DType, ReduceOp
+from mpicoll.arrays.views import Array, memory_at
+from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Run
+from mpicoll.dtypes import DType, ReduceOp, by_name
+from mpicoll.kernels.library import kernels
 from mpicoll.kernels.reduction import combine, narrow, scale
 from mpicoll.routes.host import exchange, mpi
 from mpicoll.routes.host.hierarchy import (
@@ -39,8 +46,9 @@ from mpicoll.routes.host.hierarchy import (
     get_or_create,
     level_arithmetic,
 )  # fmt: skip
-from mpicoll.routes.route import Needs, Route, Serves, has_loop
-from mpicoll.routes.transfers import Get, Put
+from mpicoll.routes.messages import Span
+from mpicoll.routes.route import EXCHANGES, Needs, Route, Serves, has_loop
+from mpicoll.routes.transfers import Get, Put, addresses, cut
 from mpicoll.routes.wire import datatype, scratch
 
 #: Size in bytes of a rail's chunk, which stays in the cache between the steps.
@@ -48,33 +56,34 @@ CHUNK = 1024 * 1024
 #: Maximum size in bytes of a node's chunk, and of its scratch memory for widened floats.
 TOGETHER = 8 * 1024 * 1024
 
-#: Runs a chunk of a call, given the addresses of input and output, the chunk's first element and
-#: its count.
-_Work = Callable[[HierarchyCall, int, int, int, int], None]
+#: Runs a chunk of a call, given the addresses of input (None: in place) and output, the chunk's
+#: first element and its count.
+_Work = Callable[[HierarchyCall, Any, Any, int, int], None]
 
 
-def _build(kind: CallKind) -> Implementation | None:
+def build(kind: CallKind) -> Implementation | None:
     """Return the implementation for calls of this kind. All ranks call.
 
-    None if the group has no hierarchy, or if reduce_scatter would need equally many ranks on every
+    None if the group has no hierarchy, or if the operation would need equally many ranks on every
     node.
     """
-    hierarchy = get_or_create(kind.group)
-    build = _all_reduce if kind.primitive.name == "all_reduce" else _reduce_scatter
-    if hierarchy is None or not (hierarchy.even or build is _all_reduce):
+    hierarchy, name = get_or_create(kind.group), kind.primitive.name.removesuffix("_single")
+    if hierarchy is None or not (hierarchy.even or name in ("all_reduce", "broadcast")):
         return None
-    step, work = build(hierarchy, kind)
+    step, work = _BUILDERS[name](hierarchy, kind)
 
-    def run(send: Buffer | None, recv: Buffer, count: int, root: int) -> None:
-        call = HierarchyCall(hierarchy, kind, count)
-        source, into = 0 if send is None else MPI.Get_address(send), MPI.Get_address(recv)
+    def run(send: Contiguous | None, recv: Contiguous, count: int, root: int) -> None:
+        call, source, into = (
+            HierarchyCall(hierarchy, kind, count, root),
+            *map(addresses, (send, recv)),
+        )
         try:
             for start in range(0, max(count, 1), step):
                 work(call, source, into, start, min(step, count - start))
         except ApartError:
             raise call.mismatch() from None
 
-    return Implementation(run)
+    return AllToAll(hierarchy, kind, run) if name == "all_to_all" else Implementation(run)
 
 
 class _Arithmetic:
@@ -130,15 +139,23 @@ def _all_reduce(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
         call.agree()
         if along is not None and own:
             along(into, result, own)
-        gets = [
-            Get(r, 0, at + s * dtype.itemsize, some)
-            for r, (s, some) in enumerate(shares)
-            if r != mine
-        ]
-        call.exchange(dtype, 1, most, [Put(result, own)] if along else [], gets)
+        _gather(call, hierarchy, dtype, at, shares)
 
     nbytes = min(hierarchy.rails * CHUNK, TOGETHER)
     return max(1, nbytes // wide.itemsize), work
+
+
+def _gather(
+    call: HierarchyCall, hierarchy: Hierarchy, dtype: DType, at: int, shares: Sequence[Span]
+) -> None:
+    """Copy the shares of a chunk at an address, which the rails' ranks have, to all ranks of this
+    node.
+    """
+    mine = hierarchy.me.place
+    blocks = [Put(at + start * dtype.itemsize, count) for start, count in shares]
+    puts = [] if hierarchy.rail is None else [blocks[mine]]
+    gets = [Get(r, 0, *block) for r, block in enumerate(blocks) if r != mine]
+    call.exchange(dtype, 1, shares[0][1], puts, gets)
 
 
 def _along(kind: CallKind, by: _Arithmetic) -> Callable[[int, int, int], None]:
@@ -205,10 +222,140 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
     return max(1, min(CHUNK, TOGETHER // blocks) // wide.itemsize), work
 
 
+# --- moves --------------------------------------------------------------------------------------
+
+
+def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
+    """Copy a chunk on the root's node, send a share along each rail, and gather on other nodes."""
+    dtype, rail, me = kind.dtype, hierarchy.rail, hierarchy.me
+    assert dtype is not None
+
+    def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
+        at, root = recv + start * dtype.itemsize, hierarchy.places[call.root]
+        if start == 0:
+            call.exchange(dtype)  # only compares the calls
+            call.agree()
+        if me.node == root.node:
+            is_root = me == root
+            puts, gets = [Put(at, size)] * is_root, [Get(root.place, 0, at, size)] * (not is_root)
+            call.exchange(dtype, 1, size, puts, gets)
+        shares = hierarchy.shares(size, dtype.itemsize)
+        if rail is not None:
+            begin, own = shares[me.place]
+            part = memory_at(at + begin * dtype.itemsize, own * dtype.itemsize)
+            rail.inner.Bcast([part, own, datatype(dtype)], root.node)
+        if me.node != root.node:
+            _gather(call, hierarchy, dtype, at, shares)
+
+    return max(1, min(hierarchy.rails * CHUNK, TOGETHER) // dtype.itemsize), work
+
+
+def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
+    """Copy the blocks of this node, gather along the rails, and copy the blocks of other nodes."""
+    dtype, rail, nodes, me = kind.dtype, hierarchy.rail, hierarchy.nodes, hierarchy.me
+    assert dtype is not None and rail is not None
+    itemsize, element = dtype.itemsize, datatype(dtype)
+
+    def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
+        def copy(node: int, at: int) -> None:
+            """Copy the blocks of a node's ranks; this rank has the one of its rail."""
+            places = (recv + (rank * call.count + start) * itemsize for rank in nodes[node])
+            gets = [Get(r, 0, place, size) for r, place in enumerate(places)]
+            call.exchange(dtype, 1, size, [Put(at, size)], gets)
+
+        width, own = size * itemsize, send + start * itemsize
+        rows = hierarchy.scratch(len(nodes) * width)
+        copy(me.node, own)
+        call.agree()
+        whole = memory_at(rows, len(nodes) * width)
+        rail.inner.Allgather([memory_at(own, width), size, element], [whole, size, element])
+        for node in range(len(nodes)):
+            if node != me.node:
+                copy(node, rows + node * width)
+
+    return max(1, min(CHUNK, TOGETHER // len(nodes)) // itemsize), work
+
+
+def _all_to_all(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
+    """Collect the blocks of this node for the ranks of this rail, and exchange them along it."""
+    dtype, rail, nodes, q = kind.dtype, hierarchy.rail, hierarchy.nodes, hierarchy.rails
+    assert dtype is not None and rail is not None and kernels is not None
+    unpack, n, itemsize, element = kernels.unpack, q * len(nodes), dtype.itemsize, datatype(dtype)
+
+    def work(call: HierarchyCall, send: Any, recv: Any, start: int, size: int) -> None:
+        out, into = (
+            [at + start * itemsize for at, _ in cut(side, [call.count] * n, itemsize)]
+            for side in (send, recv)
+        )
+        width = size * itemsize
+        rows = hierarchy.scratch(2 * n * width)
+        for row, ranks in enumerate(nodes):
+            at = (rows + (row * q + r) * width for r in range(q))
+            gets = [Get(r, hierarchy.me.place, place, size) for r, place in enumerate(at)]
+            call.exchange(dtype, q, size, [Put(out[rank], size) for rank in ranks], gets)
+        sent, received = (memory_at(rows + part * n * width, n * width) for part in (0, 1))
+        rail.inner.Alltoall([sent, q * size, element], [received, q * size, element])
+        parts = np.array([into[rank] for ranks in nodes for rank in ranks], np.uintp)
+        sizes = np.array([size], np.uintp)
+        unpack(parts.ctypes.data, sizes.ctypes.data, 1, n, 1, itemsize, rows + n * width)
+
+    return max(1, min(CHUNK, TOGETHER // 2) // (n * itemsize)), work
+
+
+class AllToAll(Implementation):
+    """all_to_all of equal blocks, by one message per node; ``other`` runs calls of other blocks.
+
+    move: runs a call of blocks on whose count the ranks have agreed.
+    """
+
+    def __init__(self, hierarchy: Hierarchy, kind: CallKind, move: Run) -> None:
+        self._hierarchy, self._kind, self.move = hierarchy, kind, move
+        self.other = exchange.build(kind)
+
+    def run(self, send: Contiguous, recv: Contiguous, extent: Extent, root: int) -> None:
+        """Run one call."""
+        count = self.agree(extent)
+        if count < 0:
+            self.other.run(send, recv, extent, root)
+        else:
+            self.move(send, recv, count, root)
+
+    def agree(self, extent: Extent) -> int:
+        """Return the count of the blocks of all ranks; -1 if they differ. Raises MismatchError on
+        all ranks if their calls differ. All ranks call, because none knows all sizes.
+        """
+        call = HierarchyCall(self._hierarchy, self._kind, 0)
+        counts = {extent} if isinstance(extent, int) else {*extent.sends, *extent.receives}
+        own = counts.pop() if len(counts) == 1 else -1
+        numbers = np.full(1 + len(self._hierarchy.here), own, np.int64)
+        first, *places = (numbers.ctypes.data + 8 * i for i in range(len(numbers)))
+        gets = [Get(r, 0, at, 1) for r, at in enumerate(places)]
+        try:
+            call.exchange(by_name["int64"], 1, 1, [Put(first, 1)], gets)
+            value = own if (numbers == own).all() else -1
+            return value if call.agree(value) else -1
+        except ApartError:
+            raise call.mismatch() from None
+
+
+_BUILDERS = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+}
+
+MOVED = ("broadcast", "all_gather", "all_gather_single", *EXCHANGES)
+
 ROUTE = Route(
     __name__,
     "node by node, then between them",
-    Serves(("all_reduce", "reduce_scatter", "reduce_scatter_single"), combines=has_loop),
-    _build,
+    Serves(
+        ("all_reduce", "reduce_scatter", "reduce_scatter_single", *MOVED),
+        combines=has_loop,
+        uneven=EXCHANGES,
+    ),
+    build,
     Needs("nodes", "several nodes, at least one with several ranks, and the C library"),
 )

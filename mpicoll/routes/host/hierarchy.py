@@ -16,12 +16,13 @@ from mpi4py import MPI
 from mpicoll import control_messages
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind
-from mpicoll.core.signature import describe, encode_kind
+from mpicoll.core.signature import describe, encode_kind, with_root
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
-from mpicoll.failures import lost_ranks
+from mpicoll.failures import consistency, lost_ranks
 from mpicoll.failures.report import describe_by_rank
 from mpicoll.machine import ranks_by_value
+from mpicoll.primitives import ALL_GATHER
 from mpicoll.routes.host import shared
 from mpicoll.routes.transfers import Get, Put, Transfer
 from mpicoll.routes.wire import scratch
@@ -198,15 +199,17 @@ class ApartError(Exception):
 class HierarchyCall:
     """One call: its exchanges inside this node, and the comparison of the ranks' calls.
 
-    count: number of elements, which all ranks must share.
+    count, root: number of elements and rank of the root, which all ranks must share.
     """
 
-    def __init__(self, hierarchy: Hierarchy, kind: CallKind, count: int) -> None:
-        self.count = count
-        self._signature = encode_kind(kind.primitive, kind.dtype, kind.op)
+    def __init__(self, hierarchy: Hierarchy, kind: CallKind, count: int, root: int = 0) -> None:
+        self.count, self.root = count, root
+        self._signature = with_root(encode_kind(kind.primitive, kind.dtype, kind.op), root)
         words = f"{self._signature} {count}".encode()
         self._number = int.from_bytes(hashlib.blake2b(words, digest_size=7).digest(), "big")
         self._kind, self._hierarchy = kind, hierarchy
+        # Exchanges of a primitive with a root would be compared later.
+        self._moved = kind._replace(primitive=ALL_GATHER) if kind.primitive.root else kind
         self._memory = hierarchy.memory()
         self._agreed = False
 
@@ -224,38 +227,48 @@ class HierarchyCall:
             return
         try:
             transfer = Transfer(places, most, self._number, puts, gets)
-            self._memory.exchange(self._kind._replace(dtype=dtype, op=op), transfer, 0)
+            self._memory.exchange(self._moved._replace(dtype=dtype, op=op), transfer, 0)
         except MismatchError:
             if not self._agreed:
-                self._compare(0)
+                self._compare(0, 0)
             raise ApartError from None
 
-    def agree(self) -> None:
+    def agree(self, value: int = 0) -> bool:
         """Compare the nodes' calls, after the first exchange and before the first message between
         nodes. Raises ApartError; ranks that are on no rail raise it in the next exchange.
+
+        Returns whether all nodes have the same value, which the ranks of a node share.
         """
-        if self._agreed or self._compare(self._number):
-            return
+        if self._agreed:
+            return True
+        same_calls, same_values = self._compare(self._number, value)
+        if same_calls:
+            return same_values
         if self._memory is not None and self._hierarchy.rails != len(self._hierarchy.here):
             self._number = 0
             with suppress(ApartError):
                 self.exchange(by_name["float32"])
         raise ApartError
 
-    def _compare(self, number: int) -> bool:
-        """Return whether all nodes have this number; 0: the calls on this node differ."""
+    def _compare(self, *numbers: int) -> tuple[bool, bool]:
+        """Return whether all nodes have the same number of the call, 0 if the calls on this node
+        differ, and the same value.
+        """
         self._agreed = True
         if self._hierarchy.rail is None:
-            return True
-        least = np.array([number, -number], np.int64)
+            return True, True
+        least = np.array([numbers, [-number for number in numbers]], np.int64)
         rail = self._hierarchy.rail
         rail.wait_for(rail.inner.Iallreduce(MPI.IN_PLACE, least, MPI.MIN))
-        return bool(least[0] == -least[1])
+        same_calls, same_values = least[0] == -least[1]
+        return bool(same_calls), bool(same_values)
 
     def mismatch(self) -> MismatchError:
         """Return the error that lists the calls. All ranks call."""
         group, own = self._hierarchy.group, describe(self._signature, self.count)
         words = control_messages.allgather(group.tested, own, str)
+        if not self._kind.primitive.even:  # it is in the record as if it were correct
+            consistency.drop_last_call(group)
         return MismatchError(
             f"{self._kind.primitive} on rank {group.rank()} of group {group.group_name}: "
             f"collective mismatch: the ranks made different calls: {describe_by_rank(words)}"

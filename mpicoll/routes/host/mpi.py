@@ -60,6 +60,7 @@ class Collective(Implementation):
     def __init__(self, kind: CallKind) -> None:
         super().__init__(_BUILDERS[kind.primitive.name](kind))
         self._kind = kind
+        self._plan: Any = None  # the C library has its address
 
     def native_calls(self) -> Sequence[NativeCall]:
         """Return MPI's function, for counts that ``run`` also passes to MPI as a whole."""
@@ -68,7 +69,7 @@ class Collective(Implementation):
             return ()
         if group.compared or group.device_error is not None:
             return ()  # Python compares the calls, or checks the devices, first
-        self._plan = plan = describe(self._kind)  # this object keeps it alive
+        self._plan = plan = self._plan or describe(self._kind)
         if plan is None:
             return ()
         max_count = INT_MAX

@@ -186,7 +186,10 @@ class _BySize(Implementation):
             last = self._split_count
         ends = [last, *(step.min_count for step in steps)]
         return [
-            call._replace(min_count=step.min_count, end_count=min(end, last, call.end_count))
+            call._replace(
+                min_count=max(step.min_count, call.min_count),
+                end_count=min(end, last, call.end_count),
+            )
             for step, end in zip(steps, ends, strict=False)
             for call in step.implementation.native_calls() or ()
         ]

@@ -312,4 +312,4 @@ def test_single_node_does_not_use_the_route(new_team, monkeypatch):
     assert hierarchy.get_or_create(team.group) is None
     for name in ROUTED:
         kind = CallKind(NAMES[name], team.group, ReduceOp.SUM, by_name["int8"])
-        assert hierarchical._build(kind) is None
+        assert hierarchical.build(kind) is None

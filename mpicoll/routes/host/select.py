@@ -26,7 +26,9 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, lists, mpi, registry, shared
+from mpicoll.routes.host import (
+    exchange, hierarchical, hierarchy, lists, mpi, narrowed, registry, shared,
+)  # fmt: skip
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 
@@ -47,14 +49,19 @@ def choose(kind: CallKind, listed: bool = False) -> Implementation:
     if primitive.layout is Layout.EMPTY:
         return _Barrier(kind)
     assert dtype is not None
-    return _implementation(kind, _row(kind), listed)
+    return _implementation(kind, _row(kind), listed, narrowed.applies(kind))
 
 
-def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False) -> Implementation:
-    """Return the implementation by a row of the tuning table; listed: see ``choose``."""
+def _implementation(
+    kind: CallKind, row: dict[str, Steps], listed: bool = False, wire: bool = False
+) -> Implementation:
+    """Return the implementation by a row of the tuning table.
+
+    listed: see ``choose``. wire: sums of float32 cross the network as bfloat16.
+    """
     if not kind.primitive.even:
         return _ByPlace(kind, row)
-    by_size = _BySize(kind, row)
+    by_size = (_ByWire if wire else _BySize)(kind, row)
     if not listed:
         return by_size
     return Wrapper(by_size, lists.packed(kind, by_size.run, by_size.takes_lists))
@@ -200,6 +207,35 @@ class _BySize(Implementation):
         return self._step(count).takes_lists
 
 
+class _ByWire(_BySize):
+    """Implementation of sums of float32 that cross the network as bfloat16. On one node they stay
+    float32.
+    """
+
+    def __init__(self, kind: CallKind, row: dict[str, Steps]) -> None:
+        super().__init__(kind, row)
+        self._split_count = self._small_end = 0  # every size depends on the placement
+
+    def _steps_at(self, placement: str) -> list[_Step]:
+        if placement == "node":
+            return super()._steps_at(placement)
+        kind = self._kind
+        steps = [_Step(0, _compared(kind, narrowed.build(kind)), False)]
+        sizes = [nbytes for nbytes, name in self._row[placement] if name == hierarchical.ROUTE.name]
+        railed = hierarchical.build(kind, narrowed.build) if sizes else None
+        if railed is not None:
+            steps.insert(0, _Step(-(-sizes[0] // self._block_bytes), _compared(kind, railed), False))
+        self._uneven = steps[-1].implementation.run
+        return steps
+
+    def run(
+        self, send: Contiguous | None, recv: Contiguous | None, extent: Extent, root: int
+    ) -> None:
+        """Run one call."""
+        self._step(0)
+        super().run(send, recv, extent, root)
+
+
 def _find_uneven(kind: CallKind) -> Run | None:
     """Return the function that runs calls with different blocks, or None."""
     routes = (r for r in registry.HOST.values() if kind.primitive.name in r.serves.uneven)
@@ -291,4 +327,6 @@ def describe(kind: CallKind) -> str:
         f"from {format_bytes(nbytes)} on {registry.HOST[name].description}"
         for nbytes, name, _ in others
     ]
+    if narrowed.applies(kind) and place(kind.group) != "node":
+        words.append("as bfloat16 between nodes")
     return "; ".join(words)

@@ -1,4 +1,4 @@
-"""Jobs with MPICOLL_REPRODUCIBLE and with torch's pg_options."""
+"""Jobs with MPICOLL_REPRODUCIBLE or MPICOLL_WIRE, and with torch's pg_options."""
 
 from __future__ import annotations
 
@@ -28,17 +28,38 @@ def test_variable_is_the_default(ended):
     assert ended.lines == ["exact exact order"] * 3 + ["order"] * 3
 
 
+@job("""
+    dist.init_process_group()
+    say(dist.group.WORLD.wire, dist.new_group().wire, dist.new_group(wire="float32").wire)
+    error = str(error_of(dist.ArgumentError, dist.new_group, reproducible="order"))
+    assert "new_group: wire: expected 'float32' together with reproducible='order'" in error, error
+    x = np.full(5, 1 + 2**-9, np.float32)  # is 1 in bfloat16
+    dist.all_reduce(x)
+    assert x.tolist() == [2] * 5, x
+    dist.destroy_process_group()
+    error = str(error_of(dist.ArgumentError, dist.init_process_group, reproducible="exact"))
+    assert "group: wire: expected 'float32' together with reproducible='exact'" in error, error
+""", environment={"MPICOLL_WIRE": "BFLOAT16", "MPICOLL_SHARED_MEMORY": "0"})  # fmt: skip
+def test_variable_sets_the_wire(ended):
+    ended.in_good_order(*["bfloat16 bfloat16 float32"] * 2)
+
+
 @pytest.mark.any_mpi
 @job("""
     import torch
     import torch.distributed as c10d
     from mpicoll.torch.options import Options
 
-    c10d.init_process_group("mpicoll", pg_options=Options("order"))
+    def options(group):
+        return group._get_backend(torch.device("cpu")).options
 
     def level(group):
-        return group._get_backend(torch.device("cpu")).options.reproducible
+        return options(group).reproducible
 
+    c10d.init_process_group("mpicoll", pg_options=Options(wire="bfloat16"))
+    assert options(c10d.group.WORLD).wire == options(c10d.new_group()).wire == "bfloat16"
+    c10d.destroy_process_group()
+    c10d.init_process_group("mpicoll", pg_options=Options("order"))
     ranks = list(range(c10d.get_world_size()))
     plain = c10d.new_group(ranks)
     exact = c10d.new_group(ranks, pg_options=Options(reproducible="exact"))
@@ -47,6 +68,8 @@ def test_variable_is_the_default(ended):
     c10d.all_reduce(x, group=exact)
     assert x.tolist() == [1] * 5, x
     say(error_of(ValueError, Options, "exactly"))
+    error_of(ValueError, Options, wire="half")
+    error_of(ValueError, c10d.new_group, ranks, pg_options=Options(wire="bfloat16"))
     c10d.destroy_process_group()
 """, ranks=3)  # fmt: skip
 def test_options_of_torch(ended):

@@ -212,7 +212,7 @@ def init_process_group(
         wait = DEFAULT_TIMEOUT_S if limit is None else limit
         rendezvous = find_rendezvous(init_method, given, wait)
         chosen = backends.parse_backend(backend, where)
-        reductions = levels.parse(reproducible, wire, levels.Reductions(), where)
+        reductions = levels.parse(reproducible, wire, levels.DEFAULTS, where)
         if store is not None or _ranks is not None:
             raise UnsupportedError(
                 f"{where}: store and _ranks are not supported, because ranks connect through "
@@ -236,7 +236,7 @@ def begin(
     rendezvous: Rendezvous | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
-    reductions: levels.Reductions = levels.Reductions(),
+    reductions: levels.Reductions = levels.DEFAULTS,
 ) -> ProcessGroup:
     """Start MPI and create the default group of all ranks.
 

@@ -5,8 +5,9 @@ order: the same bits for every route, message size and placement of a given numb
 exact: also, sums and averages give the same bits for any order of the ranks, and with additional
     ranks that contribute zeros. The exact sum is rounded once.
 
-Levels do not affect integers and bool, which are never rounded. The wire format is the dtype in which
-sums of float32 cross the network.
+Levels do not affect integers and bool, which are never rounded.
+
+The wire format is the dtype in which sums of float32 cross the network.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Reductions(NamedTuple):
     def of_environment(cls) -> Reductions:
         """Return the options that MPICOLL_REPRODUCIBLE and MPICOLL_WIRE set."""
         return cls(settings.REPRODUCIBLE.value() or None, settings.WIRE.value() or FLOAT32)
+
+
+DEFAULTS = Reductions()
 
 
 def needed(level: str | None, op: ReduceOp, dtype: DType, ranks: int) -> str | None:

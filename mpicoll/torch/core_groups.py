@@ -14,7 +14,7 @@ from mpicoll.api import lifecycle
 from mpicoll.api.subgroups import create_in_order
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
-from mpicoll.core.reproducible import Reductions, parse
+from mpicoll.core.reproducible import DEFAULTS, Reductions, parse
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.launch.rendezvous import Rendezvous, loopback
 from mpicoll.torch import NAME
@@ -32,7 +32,7 @@ def create_default(
     size: int,
     limit: float | None,
     name: str,
-    reductions: Reductions = Reductions(),
+    reductions: Reductions = DEFAULTS,
 ) -> ProcessGroup:
     """Create the group of all ranks. The first one starts MPI."""
     if state.default is not None:
@@ -56,7 +56,7 @@ def _find_host(store: c10d.Store) -> str:
 
 
 def create_subgroup(
-    ranks: Sequence[int], limit: float | None, name: str, reductions: Reductions = Reductions()
+    ranks: Sequence[int], limit: float | None, name: str, reductions: Reductions = DEFAULTS
 ) -> ProcessGroup:
     """Create a group of global ranks of the core, with the same name on all of them."""
     default = groups.default_group()
@@ -72,7 +72,7 @@ def create(
     ranks: Sequence[int],
     limit: float | None,
     name: str,
-    reductions: Reductions = Reductions(),
+    reductions: Reductions = DEFAULTS,
 ) -> ProcessGroup:
     """Create a group of global ranks of torch.
 

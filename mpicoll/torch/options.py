@@ -14,9 +14,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
+from mpicoll.core import reproducible as levels
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.reproducible import Reductions
-from mpicoll.core.reproducible import parse as parse_reductions
 from mpicoll.core.work import parse_timeout
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError
@@ -43,7 +42,7 @@ class Options(Backend.Options):  # type: ignore[misc]
 
     def __init__(self, reproducible: str | None = None, wire: str | None = None) -> None:
         super().__init__(NAME)
-        given = parse_reductions(reproducible, wire, Reductions(), "Options")
+        given = levels.parse(reproducible, wire, levels.DEFAULTS, "Options")
         self.reproducible, self.wire = given
 
 

@@ -9,6 +9,7 @@ import gc
 import itertools
 import time
 
+import driver
 import numpy as np
 import pytest
 from conftest import (
@@ -22,13 +23,15 @@ from conftest import (
 from conftest import team as group_of
 from driver import DTYPES, NAMES, Call, Exact, check_same_bits, legal_operations, use_route
 from mpi4py import MPI
+from oracle import Between
 
 import mpicoll as dist
 from mpicoll.core.plan import CallKind
 from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.errors import MismatchError
 from mpicoll.kernels.reduction import find_loop
-from mpicoll.routes.host import hierarchical, hierarchy, select, shared
+from mpicoll.routes.host import exchange, hierarchical, hierarchy, select, shared
+from mpicoll.routes.route import REDUCTIONS
 from mpicoll.serialized_mpi import serialize
 
 pytestmark = pytest.mark.on_4
@@ -148,11 +151,74 @@ class Counted:
         return counted
 
 
+class Wired:
+    """A call of float32 with wire="bfloat16", with the bound of performance.md."""
+
+    #: The first elements of ranks 0 and 1. The first one overflows in bfloat16.
+    ENDS = [3.4e38, 3.389e38, np.inf, np.inf, 1e-39], [0, 0, 1, -np.inf, 1e-39]
+
+    def given(self, rank):
+        count = sum(getattr(self, "sizes", ())) or self.input_count
+        rng = np.random.default_rng([count, self.team.ranks[rank]])
+        made = rng.normal(size=count) * 2.0 ** rng.integers(-20, 20, count)
+        made[:5] = ([*self.ENDS, [0] * 5][min(rank, 2)])[:count]
+        return made.astype(np.float32)
+
+    def result(self):
+        terms = np.array([self.given(rank) for rank in self.terms], np.float64)
+        n = len(terms)
+        with np.errstate(invalid="ignore"):
+            exact, size = terms.sum(0), abs(terms).sum(0)
+            error = (2**-7 + 2**-16 + n * 2**-23) * size + (n + 1) * 2.0**-134
+            error[np.isinf(size)] = 0
+            by = n if self.op is ReduceOp.AVG else 1
+            low, high = (exact - error) / by, (exact + error) / by
+        low[:1] = high[:1] = np.inf
+        high[1:2] = np.minimum(high[1:2], 3.4e38)
+        return Between(low.astype(np.float32), high.astype(np.float32))
+
+
+class WiredCall(Wired, Call): ...
+
+
+class WiredParts(Wired, driver.Uneven): ...
+
+
+@pytest.mark.parametrize("route", ["exchange", "hierarchical"])
+@pytest.mark.parametrize("place", ["apart", *PLACES])
+def test_wire_bfloat16_keeps_its_bound(world, new_team, monkeypatch, mpi, place, route):
+    """Sums and averages of float32, in several chunks, with infinities, overflow and NaN."""
+    if world.size < (2 if place == "apart" else LEAST):
+        pytest.skip("needs more ranks")
+    if place == "apart":
+        monkeypatch.setenv("MPICOLL_SHARED_MEMORY", "0")
+    else:
+        put(monkeypatch, place)
+    use_route(monkeypatch, route, "nodes")
+    monkeypatch.setattr(exchange.Host, "chunk", 512)
+    monkeypatch.setattr(hierarchical, "CHUNK", 1024)
+    team, f32, calls = new_team("wire", wire="bfloat16"), by_name["float32"], []
+    for op in (ReduceOp.SUM, ReduceOp.AVG):
+        for turn, count in enumerate((0, 1, 7, 3001)):
+            root = turn % team.size
+            calls += [WiredCall(name, team, f32, count, op, root) for name in REDUCTIONS]
+        calls.append(WiredParts(team, f32, [700, 0, 1300, 5], op))
+    for call in calls:
+        call.run()
+    check_same_bits(mpi, [call for call in calls if call.name == "all_reduce"])
+    Call("all_reduce", team, f32, 3001, ReduceOp.MAX).run()
+    Call("all_reduce", team, by_name["float64"], 3001, ReduceOp.SUM).run()
+
+
 @needs_shared_memory
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32"]
+)
 @pytest.mark.parametrize("route", ["exchange", "hierarchical"])
 def test_narrow_floats_between_nodes(patch, new_team, monkeypatch, route, dtype):
-    """Elements and results are sent as they are, and only sums of a node's ranks as float32."""
+    """Elements and results are sent as they are, and only sums of a node's ranks as float32;
+    float32 with wire="bfloat16" is sent as bfloat16.
+    """
     put(patch, "block")
     use_route(monkeypatch, route, "nodes")
     rails, part = [], hierarchy.make_part
@@ -164,23 +230,26 @@ def test_narrow_floats_between_nodes(patch, new_team, monkeypatch, route, dtype)
         return made
 
     monkeypatch.setattr(hierarchy, "make_part", counted_part)
-    team = new_team(f"narrow {route} {dtype}")
+    team = new_team(f"narrow {route} {dtype}", wire="bfloat16")
     levels = hierarchy.get_or_create(team.group)
     team.group.inner = whole = Counted(team.group.inner)
     n, narrow, count = team.size, by_name[dtype], 6000
-    expected = 2 * (n - 1) * count * narrow.itemsize
+    kind, size, ops = Exact, narrow.itemsize, [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT]
+    if dtype == "float32":
+        kind, size, ops = WiredCall, 2, ops[:2]
+    expected = 2 * (n - 1) * count * size
     if route == "hierarchical":
         share = n * count // levels.rails
-        expected = share // 2 * (4 + narrow.itemsize) if levels.rail else 0
-    for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+        expected = share // 2 * ((2 if kind is WiredCall else 4) + size) if levels.rail else 0
+    for op in ops:
         for comm in (whole, *rails):
             comm.sent = 0
-        Exact("all_reduce", team, narrow, n * count, op).run()
+        kind("all_reduce", team, narrow, n * count, op).run()
         assert sum(comm.sent for comm in (whole, *rails)) == expected
     if route == "exchange":
         whole.sent = 0
-        Exact("reduce_scatter_single", team, narrow, count, ReduceOp.SUM).run()
-        assert whole.sent == (n - 1) * count * narrow.itemsize
+        kind("reduce_scatter_single", team, narrow, count, ReduceOp.SUM).run()
+        assert whole.sent == (n - 1) * count * size
 
 
 @needs_shared_memory
@@ -306,10 +375,11 @@ def test_serialized_mpi(patch, new_team):
 def test_single_node_does_not_use_the_route(new_team, monkeypatch):
     """All ranks of the test run are on one node."""
     monkeypatch.setattr(hierarchy, "node_of", node_of)
-    team = new_team("on one node")
+    team = new_team("on one node", wire="bfloat16")
     said = MPI.COMM_WORLD.allgather(hierarchy.node_of())
     assert len(set(said)) == 1 and said[0]
     assert hierarchy.get_or_create(team.group) is None
     for name in ROUTED:
         kind = CallKind(NAMES[name], team.group, ReduceOp.SUM, by_name["int8"])
         assert hierarchical.build(kind) is None
+        Call(name, team, by_name["float32"], 3000, ReduceOp.SUM).run()

@@ -107,9 +107,7 @@ def _array(at: int, dtype: DType, count: int) -> Array:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _all_reduce(
-    hierarchy: Hierarchy, kind: CallKind, between: _Build | None
-) -> tuple[int, _Work]:
+def _all_reduce(hierarchy: Hierarchy, kind: CallKind, between: _Build | None) -> tuple[int, _Work]:
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
     by = _Arithmetic(hierarchy, dtype, op)

@@ -42,7 +42,8 @@ def build(kind: CallKind) -> Implementation:
     def run(send: Buffer | None, recv: Buffer, extent: Extent, root: int) -> None:
         source = recv if send is None else send
         if not isinstance(extent, int):
-            add_rounded(source, recv, [(0, sum(extent.sends))], (0, extent.receives[me]), extent, root)
+            spans = [(0, sum(extent.sends))]
+            add_rounded(source, recv, spans, (0, extent.receives[me]), extent, root)
             return
         for start in range(0, extent, step):
             size = min(step, extent - start)

@@ -27,7 +27,14 @@ from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes.algorithms import premultiplied
 from mpicoll.routes.host import (
-    exchange, hierarchical, hierarchy, lists, mpi, narrowed, registry, shared,
+    exchange,
+    hierarchical,
+    hierarchy,
+    lists,
+    mpi,
+    narrowed,
+    registry,
+    shared,
 )  # fmt: skip
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
@@ -221,10 +228,11 @@ class _ByWire(_BySize):
             return super()._steps_at(placement)
         kind = self._kind
         steps = [_Step(0, _compared(kind, narrowed.build(kind)), False)]
-        sizes = [nbytes for nbytes, name in self._row[placement] if name == hierarchical.ROUTE.name]
-        railed = hierarchical.build(kind, narrowed.build) if sizes else None
-        if railed is not None:
-            steps.insert(0, _Step(-(-sizes[0] // self._block_bytes), _compared(kind, railed), False))
+        levels = hierarchical.ROUTE
+        sizes = [nbytes for nbytes, name in self._row[placement] if name == levels.name]
+        if sizes and levels.can_run_kind(kind):
+            built, least = hierarchical.build(kind, narrowed.build), sizes[0] // self._block_bytes
+            steps[:0] = [_Step(least, _compared(kind, built), False)] if built else []
         self._uneven = steps[-1].implementation.run
         return steps
 

@@ -259,8 +259,8 @@ def begin(
         global _watchdog
         nonlocal reductions
         settings.check()
-        usual = levels.Reductions.of_environment()
-        reductions = levels.parse(*reductions, usual, "init_process_group")
+        level, wire = settings.REPRODUCIBLE.value() or None, settings.WIRE.value() or "float32"
+        reductions = levels.parse(*reductions, levels.Reductions(level, wire), "init_process_group")
         facts.update(find_facts())
         if rendezvous is None:
             if given is None and (expected or {}).get("world_size", ("", -1))[1] != 1:

@@ -68,10 +68,8 @@ def new_group(
     use_local_synchronization: if True, only members need to call. Other ranks that call get None.
     device_id: ignored.
     sort_ranks: if True, order the members by global rank. If False, keep the order of ``ranks``.
-    reproducible: "order" or "exact", as in init_process_group; None is the level of the default
-        group. The same on all members.
-    wire: "float32" or "bfloat16", as in init_process_group; None is that of the default group. The
-        same on all members.
+    reproducible, wire: as in init_process_group; None is that of the default group. The same on all
+        members.
 
     Returns the group, or GroupMember.NON_GROUP_MEMBER on a rank that is not a member.
 

@@ -1,4 +1,4 @@
-"""Options of a group for its reductions: the level of reproducibility and the wire format.
+"""Options of a group for its reductions: level of reproducibility, and dtype between nodes (wire).
 
 order: the same bits for every route, message size and placement of a given number of
     ranks. Every element is combined in rank order.
@@ -6,8 +6,6 @@ exact: also, sums and averages give the same bits for any order of the ranks, an
     ranks that contribute zeros. The exact sum is rounded once.
 
 Levels do not affect integers and bool, which are never rounded.
-
-The wire format is the dtype in which sums of float32 cross the network.
 """
 
 from __future__ import annotations
@@ -24,19 +22,15 @@ if TYPE_CHECKING:
 
 ORDER, EXACT = "order", "exact"
 LEVELS = (ORDER, EXACT)
-FLOAT32, BFLOAT16 = WIRES = ("float32", "bfloat16")
+BFLOAT16 = "bfloat16"
+_SETTINGS = {"reproducible": settings.REPRODUCIBLE, "wire": settings.WIRE}
 
 
 class Reductions(NamedTuple):
-    """The arguments of this name of a group; None is a default."""
+    """The options, by the names of their arguments; None is the default."""
 
     reproducible: str | None = None
     wire: str | None = None
-
-    @classmethod
-    def of_environment(cls) -> Reductions:
-        """Return the options that MPICOLL_REPRODUCIBLE and MPICOLL_WIRE set."""
-        return cls(settings.REPRODUCIBLE.value() or None, settings.WIRE.value() or FLOAT32)
 
 
 DEFAULTS = Reductions()
@@ -57,22 +51,21 @@ def parse(reproducible: object, wire: object, default: Reductions, where: str) -
     Raises ArgumentError (a ValueError) for anything else, and for bfloat16 with a level.
     """
     found = []
-    for setting, given, usual in zip(_SETTINGS, (reproducible, wire), default, strict=True):
+    for name, given, usual in zip(_SETTINGS, (reproducible, wire), default, strict=True):
         value = given.lower() if isinstance(given, str) else given
-        if value is not None and value not in setting.values:
+        if value is not None and value not in _SETTINGS[name].values:
             raise ArgumentError(
-                f"{where}: {_name(setting)}: expected {' or '.join(map(repr, setting.values))}, or "
+                f"{where}: {name}: expected {' or '.join(map(repr, _SETTINGS[name].values))}, or "
                 f"None for the default, got {given!r}"
             )
         found.append(usual if value is None else str(value))
-    options = Reductions(*found)
-    if options.reproducible and options.wire == BFLOAT16:
+    level, chosen = found
+    if level is not None and chosen == BFLOAT16:
         raise ArgumentError(
-            f"{where}: wire: expected {FLOAT32!r} together with reproducible="
-            f"{options.reproducible!r}, got {BFLOAT16!r}; pass wire={FLOAT32!r}, or do not set "
-            "reproducible"
+            f"{where}: wire: expected 'float32' together with reproducible={level!r}, got "
+            f"{chosen!r}; pass wire='float32', or do not set reproducible"
         )
-    return options
+    return Reductions(level, chosen)
 
 
 def agree(comm: MPI.Intracomm, options: Reductions, where: str) -> None:
@@ -81,7 +74,7 @@ def agree(comm: MPI.Intracomm, options: Reductions, where: str) -> None:
     Different options would select different routes, and the ranks would hang.
     """
     everyone = control_messages.allgather(comm, options, Reductions)
-    for setting, values in zip(_SETTINGS, zip(*everyone, strict=True), strict=True):
+    for name, values in zip(_SETTINGS, zip(*everyone, strict=True), strict=True):
         by_value = {each: [r for r, one in enumerate(values) if one == each] for each in values}
         if len(by_value) > 1:
             listed = (
@@ -89,13 +82,6 @@ def agree(comm: MPI.Intracomm, options: Reductions, where: str) -> None:
                 for each, ranks in by_value.items()
             )
             raise MismatchError(
-                f"{where}: {_name(setting)} (or {setting.name}): expected the same on all ranks, "
-                f"got {', '.join(listed)}; pass the same on every rank"
+                f"{where}: {name} (or {_SETTINGS[name].name}): expected the same on all ranks, got "
+                f"{', '.join(listed)}; pass the same on every rank"
             )
-
-
-def _name(setting: settings.Setting) -> str:
-    return setting.name.removeprefix("MPICOLL_").lower()
-
-
-_SETTINGS = settings.REPRODUCIBLE, settings.WIRE

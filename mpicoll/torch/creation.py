@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicoll.api import backends
-from mpicoll.core.reproducible import DEFAULTS, Reductions
+from mpicoll.core.reproducible import Reductions
 from mpicoll.core.work import parse_timeout
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME, core_groups
@@ -42,7 +42,7 @@ def create(
     """
     requested = str(find_variable("_new_process_group_helper", "backend") or NAME)
     mixed = _is_mixed(requested)
-    reductions = DEFAULTS
+    reductions = Reductions()
     if isinstance(pg_options, (Options, GroupOptions)):
         reductions = Reductions(pg_options.reproducible, pg_options.wire)
     else:

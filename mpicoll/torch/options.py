@@ -34,16 +34,15 @@ class Options(Backend.Options):  # type: ignore[misc]
         defaults to MPICOLL_REPRODUCIBLE.
         "order": the same bits for every size, route and placement on nodes.
         "exact": also for every order and number of ranks, for sums and averages.
-    wire: "float32" or "bfloat16", see ``mpicoll.init_process_group``. None is that of the default
-        group, which defaults to MPICOLL_WIRE.
+    wire: "float32" or "bfloat16", as in ``mpicoll.init_process_group``, with MPICOLL_WIRE.
 
     Raises ArgumentError (a ValueError) for another value.
     """
 
     def __init__(self, reproducible: str | None = None, wire: str | None = None) -> None:
         super().__init__(NAME)
-        given = levels.parse(reproducible, wire, levels.DEFAULTS, "Options")
-        self.reproducible, self.wire = given
+        options = levels.parse(reproducible, wire, levels.DEFAULTS, "Options")
+        self.reproducible, self.wire = options
 
 
 class GroupOptions(Backend.Options):  # type: ignore[misc]

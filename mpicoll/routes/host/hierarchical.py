@@ -51,22 +51,21 @@ TOGETHER = 8 * 1024 * 1024
 #: Runs a chunk of a call, given the addresses of input and output, the chunk's first element and
 #: its count.
 _Work = Callable[[HierarchyCall, int, int, int, int], None]
-_Build = Callable[[CallKind], Implementation]
+#: Builds the calls along the rails; None: MPI, or `exchange`.
+_Along = Callable[[CallKind], Implementation] | None
 
 
-def build(kind: CallKind, between: _Build | None = None) -> Implementation | None:
+def build(kind: CallKind, along: _Along = None) -> Implementation | None:
     """Return the implementation for calls of this kind. All ranks call.
-
-    between: builds the calls along the rails, by default the fastest ones.
 
     None if the group has no hierarchy, or if reduce_scatter would need equally many ranks on every
     node.
     """
     hierarchy = get_or_create(kind.group)
-    parts = _all_reduce if kind.primitive.name == "all_reduce" else _reduce_scatter
-    if hierarchy is None or not (hierarchy.even or parts is _all_reduce):
+    build = _all_reduce if kind.primitive.name == "all_reduce" else _reduce_scatter
+    if hierarchy is None or not (hierarchy.even or build is _all_reduce):
         return None
-    step, work = parts(hierarchy, kind, between)
+    step, work = build(hierarchy, kind, along)
 
     def run(send: Buffer | None, recv: Buffer, count: int, root: int) -> None:
         call = HierarchyCall(hierarchy, kind, count)
@@ -107,14 +106,14 @@ def _array(at: int, dtype: DType, count: int) -> Array:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _all_reduce(hierarchy: Hierarchy, kind: CallKind, between: _Build | None) -> tuple[int, _Work]:
+def _all_reduce(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tuple[int, _Work]:
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, mine = by.wide, len(hierarchy.here), hierarchy.me.place
     along = None
     if hierarchy.rail is not None:
-        along = _along(CallKind(primitive, hierarchy.rail, by.op, wide), by, between)
+        along = _along(CallKind(primitive, hierarchy.rail, by.op, wide), by, build)
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
         at = recv + start * dtype.itemsize
@@ -144,9 +143,7 @@ def _all_reduce(hierarchy: Hierarchy, kind: CallKind, between: _Build | None) ->
     return max(1, nbytes // wide.itemsize), work
 
 
-def _along(
-    kind: CallKind, by: _Arithmetic, between: _Build | None
-) -> Callable[[int, int, int], None]:
+def _along(kind: CallKind, by: _Arithmetic, build: _Along) -> Callable[[int, int, int], None]:
     """Return an all_reduce along a rail, given the addresses of its input and output and its count.
 
     Of sums that were widened each rank combines and rounds a share, so that results travel narrow.
@@ -166,8 +163,8 @@ def _along(
             ctypes.memmove(into, at, count * dtype.itemsize)
 
         return run
-    fastest = mpi.Collective if mpi.reducible(by.op, wide) else exchange.build
-    reduce = (between or fastest)(kind).run
+    build = build or (mpi.Collective if mpi.reducible(by.op, wide) else exchange.build)
+    reduce = build(kind).run
 
     def run_plain(source: int, into: int, count: int) -> None:
         reduce(None, memory_at(source, count * wide.itemsize), count, 0)
@@ -176,16 +173,14 @@ def _along(
     return run_plain
 
 
-def _reduce_scatter(
-    hierarchy: Hierarchy, kind: CallKind, between: _Build | None
-) -> tuple[int, _Work]:
+def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tuple[int, _Work]:
     """Combine on each node the blocks of each rank's rail, then reduce_scatter along the rails."""
     rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
     primitive, _, op, dtype = kind
     assert rail is not None and op is not None and dtype is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, itemsize = by.wide, len(hierarchy.here), dtype.itemsize
-    along = (between or exchange.build)(CallKind(primitive, rail, by.op, wide)).run
+    along = (build or exchange.build)(CallKind(primitive, rail, by.op, wide)).run
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
         width = size * wide.itemsize

@@ -96,6 +96,10 @@ REPRODUCIBLE = _one_of(
     "MPICOLL_REPRODUCIBLE", ("order", "exact"),
     "on all ranks: the level of the default group, see reproducibility.md",
 )  # fmt: skip
+WIRE = _one_of(
+    "MPICOLL_WIRE", ("float32", "bfloat16"),
+    "on all ranks: the dtype in which sums of float32 cross the network, see performance.md",
+)  # fmt: skip
 #: The values name the device routes of routes/registry.py, best first.
 DEVICE_ROUTE = _one_of(
     "MPICOLL_DEVICE_ROUTE", (
@@ -152,7 +156,7 @@ REPORT_AFTER = Setting(
 
 SETTINGS: tuple[Setting, ...] = (
     DEBUG, TORCH_DEBUG, TABLE, CHOOSE, SHARED_MEMORY, SINGLE_COPY, KERNELS, CALLS, REPRODUCIBLE,
-    DEVICE_ROUTE, CUDA_AWARE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
+    WIRE, DEVICE_ROUTE, CUDA_AWARE, SECRET, TESTED_CALLS, TIMEOUT_GRACE, ALLOW_SINGLETON,
     INSTALL_AS, RECORD_LENGTH, RECORD_FILE, REPORT_AFTER,
 )  # fmt: skip
 

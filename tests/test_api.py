@@ -103,8 +103,10 @@ def shape_of(function) -> list[tuple[str, str, object]]:
 
 #: Additional keyword parameters, after the parameters of torch.
 EXTRA = {
-    "init_process_group": [("comm", "KEYWORD_ONLY", None), ("reproducible", "KEYWORD_ONLY", None)],
-    "new_group": [("reproducible", "KEYWORD_ONLY", None)],
+    "init_process_group": [
+        (name, "KEYWORD_ONLY", None) for name in ("comm", "reproducible", "wire")
+    ],
+    "new_group": [(name, "KEYWORD_ONLY", None) for name in ("reproducible", "wire")],
 }
 
 

@@ -146,6 +146,7 @@ def init_process_group(
     *,
     comm: MPI.Intracomm | None = None,
     reproducible: str | None = None,
+    wire: str | None = None,
 ) -> AbstractContextManager[ProcessGroup]:
     """Start MPI and create the default group of all ranks. Every rank calls it.
 
@@ -172,6 +173,9 @@ def init_process_group(
     reproducible: the same on all ranks. None is the value of MPICOLL_REPRODUCIBLE.
         "order": a reduction gives the same bits for every size, route and placement on nodes.
         "exact": also, sums and averages give the same bits for every order and number of ranks.
+    wire: the same on all ranks. None is the value of MPICOLL_WIRE, by default "float32".
+        "bfloat16": sums and averages of float32 cross the network between nodes as bfloat16, with
+        half the bytes, and add up in float32. On one node nothing changes. Not with reproducible.
 
     Returns a context manager, which may be ignored. ``with init_process_group() as group:``
     destroys all groups at the end of the block. After an exception it does not wait for other
@@ -180,7 +184,7 @@ def init_process_group(
     Raises ArgumentError (a ValueError) when called twice or for an invalid value; ArgumentTypeError
     (a TypeError) for a timeout, rank, size or comm of the wrong type; UnsupportedError (a
     ValueError) for store, _ranks or an unknown init_method; LaunchError (a ValueError) if launcher,
-    arguments and MPI disagree; MismatchError if reproducible differs between ranks;
+    arguments and MPI disagree; MismatchError if reproducible or wire differs between ranks;
     CollectiveTimeoutError if ranks are missing.
     """
     where = "init_process_group"
@@ -208,7 +212,7 @@ def init_process_group(
         wait = DEFAULT_TIMEOUT_S if limit is None else limit
         rendezvous = find_rendezvous(init_method, given, wait)
         chosen = backends.parse_backend(backend, where)
-        level = levels.parse(reproducible, None, where)
+        reductions = levels.parse(reproducible, wire, levels.DEFAULTS, where)
         if store is not None or _ranks is not None:
             raise UnsupportedError(
                 f"{where}: store and _ranks are not supported, because ranks connect through "
@@ -221,7 +225,7 @@ def init_process_group(
         raise
     values = {"rank": given.rank, "world_size": given.world_size}
     expected = {what: (given.names[what], n) for what, n in values.items() if n is not None}
-    begin(chosen, limit, group_name or "0", rendezvous, expected, comm, level)
+    begin(chosen, limit, group_name or "0", rendezvous, expected, comm, reductions)
     return _until_the_end()
 
 
@@ -232,15 +236,15 @@ def begin(
     rendezvous: Rendezvous | None = None,
     expected: dict[str, tuple[str, int]] | None = None,
     comm: MPI.Intracomm | None = None,
-    reproducible: str | None = None,
+    reductions: levels.Reductions = levels.DEFAULTS,
 ) -> ProcessGroup:
     """Start MPI and create the default group of all ranks.
 
-    limit:        seconds after which an operation fails.
-    rendezvous:   store through which ranks without an MPI launcher find each other.
-    expected:     without a rendezvous: rank and size that were given, each with its source.
-    comm:         communicator of the program, if its ranks are the ranks of the job.
-    reproducible: level of the group. None is the value of the environment.
+    limit:      seconds after which an operation fails.
+    rendezvous: store through which ranks without an MPI launcher find each other.
+    expected:   without a rendezvous: rank and size that were given, each with its source.
+    comm:       communicator of the program, if its ranks are the ranks of the job.
+    reductions: options of the group. None is the value of the environment.
 
     If a local step fails on a rank, raises its exception on that rank, and a LaunchError that
     quotes the exception on every other rank.
@@ -253,7 +257,10 @@ def begin(
     def prepare(world: MPI.Intracomm) -> None:
         """Run the local steps. If one fails, all ranks raise."""
         global _watchdog
+        nonlocal reductions
         settings.check()
+        level, wire = settings.REPRODUCIBLE.value() or None, settings.WIRE.value() or "float32"
+        reductions = levels.parse(*reductions, levels.Reductions(level, wire), "init_process_group")
         facts.update(find_facts())
         if rendezvous is None:
             if given is None and (expected or {}).get("world_size", ("", -1))[1] != 1:
@@ -271,9 +278,8 @@ def begin(
     try:
         with start_mpi(rendezvous, limit, given, prepare) as world:
             has_begun = True
-            level = reproducible or settings.REPRODUCIBLE.value() or None
             agree(world, facts)
-            levels.agree(world, level, "init_process_group")
+            levels.agree(world, reductions, "init_process_group")
             inner = communicators.create_private(world)
             messages = communicators.create_private(world)
             assert _watchdog is not None
@@ -281,7 +287,7 @@ def begin(
             ranks = range(inner.Get_size())
             is_lent = given is not None or communicators.spans_world(unwrap(world))
             lent = unwrap(world) if is_lent else None  # else it is freed at the end of this block
-            options = Options(backend, limit, level)
+            options = Options(backend, limit, reductions)
             made = ProcessGroup(inner, messages, ranks, options, name, "default_pg", lent)
             groups.register(made)
             state.set_default(made)
@@ -308,7 +314,7 @@ def begin_again(comm: MPI.Intracomm) -> ProcessGroup:
     for group in reversed(list(state.groups)):
         close_group(group)
     _reset()
-    return begin(old.backend, old.timeout, _name, comm=comm, reproducible=old.reproducible)
+    return begin(old.backend, old.timeout, _name, comm=comm, reductions=old.reductions)
 
 
 def _discover_node(comm: MPI.Intracomm, watchdog: Watchdog) -> None:

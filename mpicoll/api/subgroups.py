@@ -25,7 +25,7 @@ from mpicoll.api.lifecycle import abort_group, close_group, node_size
 from mpicoll.core import groups
 from mpicoll.core.groups import GroupMember, Options, ProcessGroup, default_group, state
 from mpicoll.core.indices import check_index, check_indices
-from mpicoll.core.reproducible import parse as parse_reproducible
+from mpicoll.core.reproducible import parse as parse_reductions
 from mpicoll.core.work import parse_timeout
 from mpicoll.dispatch import execute
 from mpicoll.errors import ArgumentError, ArgumentTypeError, MpicollError
@@ -55,6 +55,7 @@ def new_group(
     sort_ranks: bool = True,
     *,
     reproducible: str | None = None,
+    wire: str | None = None,
 ) -> ProcessGroup | int | None:
     """Create a group of global ranks.
 
@@ -67,20 +68,20 @@ def new_group(
     use_local_synchronization: if True, only members need to call. Other ranks that call get None.
     device_id: ignored.
     sort_ranks: if True, order the members by global rank. If False, keep the order of ``ranks``.
-    reproducible: "order" or "exact", as in init_process_group; None is the level of the default
-        group. The same on all members.
+    reproducible, wire: as in init_process_group; None is that of the default group. The same on all
+        members.
 
     Returns the group, or GroupMember.NON_GROUP_MEMBER on a rank that is not a member.
 
     Raises ArgumentError (a ValueError) also for an inter-communicator, and for a communicator
     without this process or with ranks outside the default group; MismatchError on all members if
-    reproducible differs.
+    reproducible or wire differs.
     """
     where = "new_group"
     world = default_group()
     chosen = world.backend if backend is None else backends.parse_backend(backend, where)
     limit = parse_timeout(timeout, world.timeout, where)
-    level = parse_reproducible(reproducible, world.reproducible, where)
+    reductions = parse_reductions(reproducible, wire, world.reductions, where)
     backends.warn_about_options(pg_options, where)
     given, members = None, list(range(world.size()))
     if communicators.is_communicator(ranks):
@@ -103,7 +104,7 @@ def new_group(
             return None
         world.formed += 1
         return GroupMember.NON_GROUP_MEMBER
-    options, everybody = Options(chosen, limit, level), not use_local_synchronization
+    options, everybody = Options(chosen, limit, reductions), not use_local_synchronization
     return create_in_order(
         where, world, members, members, options, name, group_desc or "undefined", given, everybody
     )
@@ -292,7 +293,7 @@ def split_group(
         return None
     name = f"{parent.group_name}:split:{parent.splits}:{mine[0]}"
     description = group_desc or f"{parent.group_desc}:split:{parent.splits - 1}"
-    options = Options(chosen, limit, parent.reproducible)
+    options = Options(chosen, limit, parent.reductions)
     ranks = [parent.ranks[r] for r in mine]
     return create_in_order(where, parent, mine, ranks, options, name, description)
 

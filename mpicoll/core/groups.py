@@ -70,11 +70,11 @@ on_close: list[Callable[[ProcessGroup], None]] = []
 
 
 class Options(NamedTuple):
-    """Options of a group: name of the backend, timeout in seconds, level of reproducibility."""
+    """Options of a group: name of the backend, timeout in seconds, options of reductions."""
 
     backend: str
     timeout: float | None
-    reproducible: str | None
+    reductions: levels.Reductions
 
 
 class ProcessGroup(Calls):
@@ -83,6 +83,7 @@ class ProcessGroup(Calls):
     ranks: global ranks, in the order of the ranks in the group.
     timeout: seconds after which an operation fails; None for never.
     reproducible: level of reproducible reductions: None, "order" or "exact".
+    wire: dtype in which sums of float32 cross the network: "float32" or "bfloat16".
     """
 
     def __init__(
@@ -107,7 +108,8 @@ class ProcessGroup(Calls):
         self.inner = inner  # communicator of collectives and of their internal exchanges
         self.messages = messages  # of the user's messages, so that tags do not collide
         self.ranks = tuple(ranks)
-        self.backend, self.timeout, self.reproducible = options
+        self.backend, self.timeout, self.reductions = options
+        self.reproducible, self.wire = self.reductions
         self.group_name = name
         self.group_desc = description
         self._rank = inner.Get_rank()
@@ -159,7 +161,7 @@ class ProcessGroup(Calls):
     @property
     def options(self) -> Options:
         """The options of the group."""
-        return Options(self.backend, self.timeout, self.reproducible)
+        return Options(self.backend, self.timeout, self.reductions)
 
     def group_rank(self, global_rank: int) -> int | None:
         """Return the rank in the group for a global rank, or None if it is not a member."""
@@ -577,7 +579,7 @@ def create(
         inner: communicator of the group, if it already exists. Only members call it, with the same
         arguments (MPI_Comm_create_group, MPI-4.1 section 7.4.2).
 
-    Raises MismatchError on all members if the level of reproducibility differs.
+    Raises MismatchError on all members if reproducible or wire differs.
     """
     if inner is None:
         # The tag separates groups that two threads create from the same parent. The wait for all
@@ -585,7 +587,7 @@ def create(
         tag = zlib.crc32(name.encode()) & 0x3FFF
         inner = create_group(parent.inner, members, tag, parent.wait_for)
     try:
-        levels.agree(inner, options.reproducible, f"group {name}")
+        levels.agree(inner, options.reductions, f"group {name}")
         messages = inner.Dup()
     except (MismatchError, sys.modules["mpi4py.MPI"].Exception):
         inner.Free()

@@ -1,4 +1,4 @@
-"""Levels of reproducible reductions, and the level of a group.
+"""Options of a group for its reductions: level of reproducibility, and dtype between nodes (wire).
 
 order: the same bits for every route, message size and placement of a given number of
     ranks. Every element is combined in rank order.
@@ -10,7 +10,7 @@ Levels do not affect integers and bool, which are never rounded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import control_messages, settings
 from mpicoll.errors import ArgumentError, MismatchError
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 
 ORDER, EXACT = "order", "exact"
 LEVELS = (ORDER, EXACT)
+BFLOAT16 = "bfloat16"
+_SETTINGS = {"reproducible": settings.REPRODUCIBLE, "wire": settings.WIRE}
+
+
+class Reductions(NamedTuple):
+    """The options, by the names of their arguments; None is the default."""
+
+    reproducible: str | None = None
+    wire: str | None = None
+
+
+DEFAULTS = Reductions()
 
 
 def needed(level: str | None, op: ReduceOp, dtype: DType, ranks: int) -> str | None:
@@ -33,37 +45,43 @@ def needed(level: str | None, op: ReduceOp, dtype: DType, ranks: int) -> str | N
     return level
 
 
-def parse(given: object, default: str | None, where: str) -> str | None:
-    """Return the level for an argument.
+def parse(reproducible: object, wire: object, default: Reductions, where: str) -> Reductions:
+    """Return the options for two arguments, in lower or upper case, or None for the default.
 
-    given: a level in lower or upper case, or None for the default.
-
-    Raises ArgumentError (a ValueError) for anything else.
+    Raises ArgumentError (a ValueError) for anything else, and for bfloat16 with a level.
     """
-    if given is None:
-        return default
-    level = given.lower() if isinstance(given, str) else given
-    if level not in LEVELS:
+    found = []
+    for name, given, usual in zip(_SETTINGS, (reproducible, wire), default, strict=True):
+        value = given.lower() if isinstance(given, str) else given
+        if value is not None and value not in _SETTINGS[name].values:
+            raise ArgumentError(
+                f"{where}: {name}: expected {' or '.join(map(repr, _SETTINGS[name].values))}, or "
+                f"None for the default, got {given!r}"
+            )
+        found.append(usual if value is None else str(value))
+    level, chosen = found
+    if level is not None and chosen == BFLOAT16:
         raise ArgumentError(
-            f"{where}: reproducible: expected {' or '.join(map(repr, LEVELS))}, or None for the "
-            f"default, got {given!r}"
+            f"{where}: wire: expected 'float32' together with reproducible={level!r}, got "
+            f"{chosen!r}; pass wire='float32', or do not set reproducible"
         )
-    return str(level)
+    return Reductions(level, chosen)
 
 
-def agree(comm: MPI.Intracomm, level: str | None, where: str) -> None:
-    """Raise MismatchError on all ranks if levels differ. All ranks call it.
+def agree(comm: MPI.Intracomm, options: Reductions, where: str) -> None:
+    """Raise MismatchError on all ranks if options differ. All ranks call it.
 
-    Different levels would select different routes, and the ranks would hang.
+    Different options would select different routes, and the ranks would hang.
     """
-    levels = control_messages.allgather(comm, level, str | None)
-    by_level = {each: [r for r, one in enumerate(levels) if one == each] for each in levels}
-    if len(by_level) > 1:
-        listed = (
-            f"{each!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            for each, ranks in by_level.items()
-        )
-        raise MismatchError(
-            f"{where}: reproducible (or {settings.REPRODUCIBLE.name}): expected the same on all "
-            f"ranks, got {', '.join(listed)}; pass the same on every rank"
-        )
+    everyone = control_messages.allgather(comm, options, Reductions)
+    for name, values in zip(_SETTINGS, zip(*everyone, strict=True), strict=True):
+        by_value = {each: [r for r, one in enumerate(values) if one == each] for each in values}
+        if len(by_value) > 1:
+            listed = (
+                f"{each!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+                for each, ranks in by_value.items()
+            )
+            raise MismatchError(
+                f"{where}: {name} (or {_SETTINGS[name].name}): expected the same on all ranks, got "
+                f"{', '.join(listed)}; pass the same on every rank"
+            )

@@ -120,7 +120,9 @@ def scale(dtype: DType, source: Array, factor: Factor, out: Array) -> None:
     _check(source, dtype.numpy, count)
     with np.errstate(all="ignore"):
         number = factor_of(dtype, factor)
-        if dtype.kind is Kind.NARROW_FLOAT:
+        if dtype.kind is Kind.NARROW_FLOAT and number == 1 and not rounds:
+            _widen(dtype, source, out)
+        elif dtype.kind is Kind.NARROW_FLOAT:
             scratch = _scratch(_ACCUMULATOR)
             for block in _blocks(count):
                 target = scratch[: block.stop - block.start] if rounds else out[block]

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from mpicoll.arrays.views import View
 from mpicoll.core.checks import writes
 from mpicoll.core.plan import Blocks, CallKind, Contiguous, Extent, Run
-from mpicoll.dtypes import Kind, ReduceOp, by_name
+from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import moves, reductions
 from mpicoll.routes.messages import Scope
@@ -37,6 +37,9 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
         reductions if row.reduces else moves, row.name.removesuffix("_single"), None
     ))
 }  # fmt: skip
+
+#: Converts the elements of a view, to another view.
+Convert = Callable[[View, View], None]
 
 
 def build(kind: CallKind, space: Space) -> Run:
@@ -84,15 +87,24 @@ def premultiplied(kind: CallKind, space: Space, build_sum: Callable[[CallKind], 
     """
     primitive, group, op, dtype = kind
     assert op is not None and op.factor is not None
-    me, factor = group.rank(), op.factor
-    n = group.size() if primitive.many_in else 1
-    wide = by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype
+    factor, wide = op.factor, by_name["float32"] if dtype.kind is Kind.NARROW_FLOAT else dtype
     add = build_sum(CallKind(primitive, group, ReduceOp.SUM, wide))
+    back = space.copy if wide is dtype else space.narrow
+    return converted(kind, space, wide, lambda view, to: space.scale(view, factor, to), add, back)
 
-    def scaled(view: View) -> View:
-        product = space.empty(wide, view.count)
-        space.scale(view, factor, product)
-        return product
+
+def converted(
+    kind: CallKind, space: Space, other: DType, convert: Convert, add: Run, back: Convert
+) -> Run:
+    """Build a reduction: convert the elements to the dtype ``other``, ``add``, convert back."""
+    primitive, group, _, dtype = kind
+    assert dtype is not None
+    me, n = group.rank(), group.size() if primitive.many_in else 1
+
+    def to_other(view: View) -> View:
+        made = space.empty(other, view.count)
+        convert(view, made)
+        return made
 
     def run(send: Contiguous | None, recv: Contiguous, extent: Extent, root: int) -> None:
         if isinstance(extent, int):
@@ -101,17 +113,14 @@ def premultiplied(kind: CallKind, space: Space, build_sum: Callable[[CallKind], 
             sends, mine = list(extent.sends), extent.receives[me]
         into, mark = space.view(recv, dtype, [mine]), space.mark()
         if send is None:
-            out = scaled(into)
+            out = to_other(into)
             add(None, space.buffer(out), extent, root)
         else:
-            out = into if wide is dtype else space.empty(wide, mine)
-            product = scaled(space.view(send, dtype, sends))
-            add(space.buffer(product), space.buffer(out), extent, root)
+            out = into if other is dtype else space.empty(other, mine)
+            made = to_other(space.view(send, dtype, sends))
+            add(space.buffer(made), space.buffer(out), extent, root)
         if out is not into and writes(primitive, group, root):
-            if wide is dtype:
-                space.copy(out, into)
-            else:
-                space.narrow(out, into)
+            back(out, into)
         space.release(mark)
 
     return run

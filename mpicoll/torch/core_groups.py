@@ -1,7 +1,7 @@
 """Create and destroy the core's groups below torch's groups. Only the members of a group call.
 
 limit: seconds after which an operation fails, None for never.
-reproducible: level of the group, None for the default.
+reductions: options of the group, None for the default.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mpicoll.api import lifecycle
 from mpicoll.api.subgroups import create_in_order
 from mpicoll.core import groups
 from mpicoll.core.groups import ProcessGroup, state
+from mpicoll.core.reproducible import DEFAULTS, Reductions, parse
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.launch.rendezvous import Rendezvous, loopback
 from mpicoll.torch import NAME
@@ -31,17 +32,17 @@ def create_default(
     size: int,
     limit: float | None,
     name: str,
-    reproducible: str | None = None,
+    reductions: Reductions = DEFAULTS,
 ) -> ProcessGroup:
     """Create the group of all ranks. The first one starts MPI."""
     if state.default is not None:
-        return create_subgroup(range(size), limit, name, reproducible)
+        return create_subgroup(range(size), limit, name, reductions)
     if rank == 0:
         warn_if_newer()  # once per job
     expected = {"rank": ("rank=", rank), "world_size": ("world_size=", size)}
     rendezvous = Rendezvous(store, rank, size, host=loopback(_find_host(store)))
     group = lifecycle.begin(
-        NAME, limit, "0", rendezvous=rendezvous, expected=expected, reproducible=reproducible
+        NAME, limit, "0", rendezvous=rendezvous, expected=expected, reductions=reductions
     )
     keep_store(store if rank == 0 and size > 1 else None)
     return group
@@ -55,11 +56,11 @@ def _find_host(store: c10d.Store) -> str:
 
 
 def create_subgroup(
-    ranks: Sequence[int], limit: float | None, name: str, reproducible: str | None = None
+    ranks: Sequence[int], limit: float | None, name: str, reductions: Reductions = DEFAULTS
 ) -> ProcessGroup:
     """Create a group of global ranks of the core, with the same name on all of them."""
     default = groups.default_group()
-    options = groups.Options(NAME, limit, reproducible or default.reproducible)
+    options = groups.Options(NAME, limit, parse(*reductions, default.reductions, "new_group"))
     return create_in_order(
         "new_group", default, ranks, ranks, options, f"torch:{name}", "undefined", everybody=False
     )
@@ -71,7 +72,7 @@ def create(
     ranks: Sequence[int],
     limit: float | None,
     name: str,
-    reproducible: str | None = None,
+    reductions: Reductions = DEFAULTS,
 ) -> ProcessGroup:
     """Create a group of global ranks of torch.
 
@@ -89,7 +90,7 @@ def create(
                 "init_process_group('mpicoll')"
             )
         _base = create_default(store, rank, world, limit, name)
-    return create_subgroup(ranks, limit, name, reproducible)
+    return create_subgroup(ranks, limit, name, reductions)
 
 
 def split(
@@ -104,7 +105,7 @@ def split(
             f"split_group: ranks: expected this rank, {group.rank()}, among them, got "
             f"{list(ranks)}; let only members call, or use new_group"
         )
-    return create_subgroup([group.ranks[rank] for rank in ranks], limit, name, group.reproducible)
+    return create_subgroup([group.ranks[rank] for rank in ranks], limit, name, group.reductions)
 
 
 def end(group: ProcessGroup, by: Callable[[ProcessGroup], None]) -> None:

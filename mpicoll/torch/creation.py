@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from mpicoll.api import backends
+from mpicoll.core.reproducible import Reductions
 from mpicoll.core.work import parse_timeout
 from mpicoll.errors import ArgumentError, UnsupportedError
 from mpicoll.torch import NAME, core_groups
@@ -41,9 +42,9 @@ def create(
     """
     requested = str(find_variable("_new_process_group_helper", "backend") or NAME)
     mixed = _is_mixed(requested)
-    level = None
+    reductions = Reductions()
     if isinstance(pg_options, (Options, GroupOptions)):
-        level = pg_options.reproducible
+        reductions = Reductions(pg_options.reproducible, pg_options.wire)
     else:
         backends.warn_about_options(pg_options, "mpicoll")
     _enable_flight_recorder()
@@ -53,9 +54,9 @@ def create(
         raise ArgumentError(f"new_group: ranks: expected each rank once, got {ranks}")
     rank, size, group = options.group_rank, options.group_size, options.group_id
     if ranks:
-        core = core_groups.create(options.store, rank, ranks, limit, group, level)
+        core = core_groups.create(options.store, rank, ranks, limit, group, reductions)
     else:
-        core = core_groups.create_default(options.store, rank, size, limit, group, level)
+        core = core_groups.create_default(options.store, rank, size, limit, group, reductions)
     device = find_variable("_new_process_group_helper", "device_id")
     if HAS_PYTHON_BACKENDS and options.enable_reconfigure:
         from mpicoll.torch.reconfigure import ReconfigurableBackend, ReconfigurableGroup

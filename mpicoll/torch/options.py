@@ -14,8 +14,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import Backend
 
+from mpicoll.core import reproducible as levels
 from mpicoll.core.groups import ProcessGroup
-from mpicoll.core.reproducible import parse as parse_reproducible
 from mpicoll.core.work import parse_timeout
 from mpicoll.dtypes import OPERATIONS, ReduceOp
 from mpicoll.errors import ArgumentError
@@ -34,22 +34,24 @@ class Options(Backend.Options):  # type: ignore[misc]
         defaults to MPICOLL_REPRODUCIBLE.
         "order": the same bits for every size, route and placement on nodes.
         "exact": also for every order and number of ranks, for sums and averages.
+    wire: "float32" or "bfloat16", as in ``mpicoll.init_process_group``, with MPICOLL_WIRE.
 
     Raises ArgumentError (a ValueError) for another value.
     """
 
-    def __init__(self, reproducible: str | None = None) -> None:
+    def __init__(self, reproducible: str | None = None, wire: str | None = None) -> None:
         super().__init__(NAME)
-        self.reproducible = parse_reproducible(reproducible, None, "Options")
+        options = levels.parse(reproducible, wire, levels.DEFAULTS, "Options")
+        self.reproducible, self.wire = options
 
 
 class GroupOptions(Backend.Options):  # type: ignore[misc]
-    """Options of a group: backend, ranks, reproducible level, and the timeout, which can be set."""
+    """Options of a group: those of Options, backend, ranks, and the timeout, which can be set."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group.backend, _get_timeout(group))
         self._group = group
-        self.reproducible = group.reproducible
+        self.reproducible, self.wire = group.reductions
         self.global_ranks_in_group = list(group.ranks)
         self.group_name = group.group_name
 

@@ -229,7 +229,7 @@ ROWS: dict[str, Row] = {
         of(dist.new_group, ranks=lambda: np.arange(2)),
         {
             "ranks": NO_RANKS, "timeout": NO_TIMEOUT, "backend": [5, "smoke"],
-            "reproducible": [5, "x"],
+            "reproducible": [5, "x"], "wire": [5, "x"],
         },
     ),
     "new_subgroups": Row(

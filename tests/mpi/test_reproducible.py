@@ -17,7 +17,7 @@ from oracle import Between
 import mpicoll as dist
 from mpicoll.core.reproducible import LEVELS
 from mpicoll.dtypes import Kind, ReduceOp, by_name
-from mpicoll.errors import MismatchError, UnsupportedError
+from mpicoll.errors import ArgumentError, MismatchError, UnsupportedError
 from mpicoll.primitives import PRIMITIVES
 from mpicoll.routes import registry, tuning
 from mpicoll.routes.host import hierarchy, select
@@ -193,22 +193,32 @@ def test_exact_level_rejects_products_of_floats(new_team):
         assert array.tolist() == [1] * 5
 
 
-def test_subgroups_inherit_the_level(world):
+def test_subgroups_inherit_the_options(world):
     everybody = list(range(world.size))
     assert dist.group.WORLD.reproducible is None
     made = dist.new_group(reproducible="EXACT")
     split = dist.split_group(made, [everybody])
     assert made.reproducible == split.reproducible == "exact"
     assert dist.new_group().reproducible is None
-    if world.size > 1:
-        shrunk = dist.shrink_group([0], made) if world.me else None
-        assert shrunk is None or shrunk.reproducible == "exact"
+    narrow = dist.new_group(wire="BFloat16")
+    split = dist.split_group(narrow, [everybody])
+    assert narrow.wire == split.wire == "bfloat16" and dist.group.WORLD.wire == "float32"
+    if world.size > 1 and world.me:
+        assert dist.shrink_group([0], made).reproducible == "exact"
+        assert dist.shrink_group([0], narrow).wire == "bfloat16"
+    for level in LEVELS:
+        text = f"wire: expected 'float32' together with reproducible='{level}', got 'bf.*; pass"
+        with pytest.raises(ArgumentError, match=text):
+            dist.new_group(reproducible=level, wire="bfloat16")
 
 
 @needs_2_ranks
-def test_different_levels_on_ranks_are_a_mismatch(world):
-    mine = "order" if world.me == 0 else "exact"
+@pytest.mark.parametrize(
+    ("name", "values"), [("reproducible", ("order", "exact")), ("wire", ("float32", "bfloat16"))]
+)
+def test_different_options_on_ranks_are_a_mismatch(world, name, values):
     others = "rank 1" if world.size == 2 else f"ranks {', '.join(map(str, range(1, world.size)))}"
-    with pytest.raises(MismatchError, match=f"'order' on rank 0, 'exact' on {others}; pass"):
-        dist.new_group(reproducible=mine)
+    text = f": {name} .*, got '{values[0]}' on rank 0, '{values[1]}' on {others}; pass"
+    with pytest.raises(MismatchError, match=text):
+        dist.new_group(**{name: values[world.me > 0]})
     check_usable()

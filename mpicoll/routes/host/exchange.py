@@ -15,12 +15,12 @@ from mpi4py import MPI
 from mpicoll.arrays.views import Array, Buffer, Bytes
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind, Contiguous, Extent, Implementation, Run
-from mpicoll.core.reproducible import LEVELS
-from mpicoll.dtypes import ReduceOp
+from mpicoll.core.reproducible import BFLOAT16, LEVELS
+from mpicoll.dtypes import ReduceOp, by_name
 from mpicoll.kernels.reduction import combine
 from mpicoll.routes import algorithms
 from mpicoll.routes.reductions import chunk_of
-from mpicoll.routes.route import EXCHANGES, MOVES, Route, Serves
+from mpicoll.routes.route import EXCHANGES, MOVES, REDUCTIONS, Route, Serves
 from mpicoll.routes.space import Host
 from mpicoll.routes.wire import datatype, scratch
 
@@ -41,6 +41,25 @@ def build(kind: CallKind) -> Implementation:
         else:
             general(send, recv, extent, root)
 
+    return Implementation(run)
+
+
+def narrows(kind: CallKind) -> bool:
+    """Return whether calls of this kind send bfloat16 between nodes."""
+    is_sum = kind.op in (ReduceOp.SUM, ReduceOp.AVG) and kind.primitive.name in REDUCTIONS
+    is_wanted = kind.group.wire == BFLOAT16 and kind.group.size() > 1
+    return is_wanted and is_sum and kind.dtype is by_name["float32"]
+
+
+def build_narrowed(kind: CallKind) -> Implementation:
+    """Return the implementation of sums of float32 whose elements and results are rounded to
+    bfloat16 and sent, and that add up in float32.
+    """
+    space, narrow = get_space(kind.group), by_name[BFLOAT16]
+    add = build(kind._replace(dtype=narrow)).run
+    run = algorithms.converted(
+        kind, space, narrow, space.narrow, add, lambda view, to: space.scale(view, 1, to)
+    )
     return Implementation(run)
 
 

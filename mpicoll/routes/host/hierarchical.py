@@ -59,9 +59,11 @@ TOGETHER = 8 * 1024 * 1024
 #: Runs a chunk of a call, given the addresses of input (None: in place) and output, the chunk's
 #: first element and its count.
 _Work = Callable[[HierarchyCall, Any, Any, int, int], None]
+#: Builds the calls along the rails; None: MPI, or `exchange`.
+_Along = Callable[[CallKind], Implementation] | None
 
 
-def build(kind: CallKind) -> Implementation | None:
+def build(kind: CallKind, along: _Along = None) -> Implementation | None:
     """Return the implementation for calls of this kind. All ranks call.
 
     None if the group has no hierarchy, or if the operation would need equally many ranks on every
@@ -70,7 +72,8 @@ def build(kind: CallKind) -> Implementation | None:
     hierarchy, name = get_or_create(kind.group), kind.primitive.name.removesuffix("_single")
     if hierarchy is None or not (hierarchy.even or name in ("all_reduce", "broadcast")):
         return None
-    step, work = _BUILDERS[name](hierarchy, kind)
+    reduces = [along] if kind.primitive.reduces else []
+    step, work = _BUILDERS[name](hierarchy, kind, *reduces)
 
     def run(send: Contiguous | None, recv: Contiguous, count: int, root: int) -> None:
         call, source, into = (
@@ -113,14 +116,14 @@ def _array(at: int, dtype: DType, count: int) -> Array:
     return np.frombuffer(memory_at(at, count * dtype.itemsize), dtype.numpy, count)
 
 
-def _all_reduce(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
+def _all_reduce(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tuple[int, _Work]:
     primitive, _, op, dtype = kind
     assert op is not None and dtype is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, mine = by.wide, len(hierarchy.here), hierarchy.me.place
     along = None
     if hierarchy.rail is not None:
-        along = _along(CallKind(primitive, hierarchy.rail, by.op, wide), by)
+        along = _along(CallKind(primitive, hierarchy.rail, by.op, wide), by, build)
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
         at = recv + start * dtype.itemsize
@@ -158,7 +161,7 @@ def _gather(
     call.exchange(dtype, 1, shares[0][1], puts, gets)
 
 
-def _along(kind: CallKind, by: _Arithmetic) -> Callable[[int, int, int], None]:
+def _along(kind: CallKind, by: _Arithmetic, build: _Along) -> Callable[[int, int, int], None]:
     """Return an all_reduce along a rail, given the addresses of its input and output and its count.
 
     Of sums that were widened each rank combines and rounds a share, so that results travel narrow.
@@ -178,7 +181,7 @@ def _along(kind: CallKind, by: _Arithmetic) -> Callable[[int, int, int], None]:
             ctypes.memmove(into, at, count * dtype.itemsize)
 
         return run
-    build = mpi.Collective if mpi.reducible(by.op, wide) else exchange.build
+    build = build or (mpi.Collective if mpi.reducible(by.op, wide) else exchange.build)
     reduce = build(kind).run
 
     def run_plain(source: int, into: int, count: int) -> None:
@@ -188,14 +191,14 @@ def _along(kind: CallKind, by: _Arithmetic) -> Callable[[int, int, int], None]:
     return run_plain
 
 
-def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
+def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tuple[int, _Work]:
     """Combine on each node the blocks of each rank's rail, then reduce_scatter along the rails."""
     rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
     primitive, _, op, dtype = kind
     assert rail is not None and op is not None and dtype is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, itemsize = by.wide, len(hierarchy.here), dtype.itemsize
-    along = exchange.build(CallKind(primitive, rail, by.op, wide)).run
+    along = (build or exchange.build)(CallKind(primitive, rail, by.op, wide)).run
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
         width = size * wide.itemsize
@@ -338,7 +341,7 @@ class AllToAll(Implementation):
             raise call.mismatch() from None
 
 
-_BUILDERS = {
+_BUILDERS: dict[str, Callable[..., tuple[int, _Work]]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "broadcast": _broadcast,

@@ -16,6 +16,7 @@ from mpi4py import MPI
 from mpicoll import control_messages
 from mpicoll.core.groups import ProcessGroup
 from mpicoll.core.plan import CallKind
+from mpicoll.core.reproducible import DEFAULTS
 from mpicoll.core.signature import describe, encode_kind, with_root
 from mpicoll.dtypes import DType, Kind, ReduceOp, by_name
 from mpicoll.errors import MismatchError
@@ -171,7 +172,7 @@ def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
     """
     comm = create_group(group.inner, ranks, 0)
     members = [group.ranks[rank] for rank in ranks]
-    options = group.options._replace(reproducible=None)
+    options = group.options._replace(reductions=DEFAULTS)
     part = ProcessGroup(comm, comm, members, options, group.group_name, group.group_desc)
     part.whole = group
     return part

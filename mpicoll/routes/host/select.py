@@ -26,7 +26,7 @@ from mpicoll.dtypes import ReduceOp
 from mpicoll.output import format_bytes
 from mpicoll.primitives import Layout
 from mpicoll.routes.algorithms import premultiplied
-from mpicoll.routes.host import exchange, hierarchy, lists, mpi, registry, shared
+from mpicoll.routes.host import exchange, hierarchical, hierarchy, lists, mpi, registry, shared
 from mpicoll.routes.tuning import Steps, eligible_routes, job, name_kind
 
 
@@ -47,14 +47,18 @@ def choose(kind: CallKind, listed: bool = False) -> Implementation:
     if primitive.layout is Layout.EMPTY:
         return _Barrier(kind)
     assert dtype is not None
-    return _implementation(kind, _row(kind), listed)
+    return _implementation(kind, _row(kind), listed, exchange.narrows(kind))
 
 
-def _implementation(kind: CallKind, row: dict[str, Steps], listed: bool = False) -> Implementation:
-    """Return the implementation by a row of the tuning table; listed: see ``choose``."""
+def _implementation(
+    kind: CallKind, row: dict[str, Steps], listed: bool = False, narrows: bool = False
+) -> Implementation:
+    """Return the implementation by a row of the tuning table. listed: see ``choose``; narrows: see
+    ``exchange.narrows``.
+    """
     if not kind.primitive.even:
         return _ByPlace(kind, row)
-    by_size = _BySize(kind, row)
+    by_size = _BySize(kind, row, narrows)
     if not listed:
         return by_size
     return Wrapper(by_size, lists.packed(kind, by_size.run, by_size.takes_lists))
@@ -131,14 +135,14 @@ class _BySize(Implementation):
     first route that supports them.
     """
 
-    def __init__(self, kind: CallKind, row: dict[str, Steps]) -> None:
-        self._kind, self._row = kind, row
+    def __init__(self, kind: CallKind, row: dict[str, Steps], narrows: bool) -> None:
+        self._kind, self._row, self._narrows = kind, row, narrows
         primitive, group, _, dtype = kind
         assert dtype is not None
         blocks = group.size() if primitive.many_in or primitive.many_out else 1
         self._block_bytes = dtype.itemsize * blocks
         #: Minimum count for which the placement of the ranks matters, and the steps below it.
-        self._split_count = -(-_split_bytes(row) // self._block_bytes)
+        self._split_count = 0 if narrows else -(-_split_bytes(row) // self._block_bytes)
         self._before = self._steps_at("apart")
         self._known: list[_Step] | None = None  # the steps, once the placement is known
         self._small_end, self._run_small = _smallest(self._before, self._split_count)
@@ -146,12 +150,13 @@ class _BySize(Implementation):
 
     def _steps_at(self, placement: str) -> list[_Step]:
         """Return the steps for a placement of the ranks, the last one first."""
+        served = _served(self._kind, self._row, placement, self._narrows)
         return [
             _Step(
                 -(-nbytes // self._block_bytes), implementation,
                 registry.HOST[name].serves.buffer_lists,
             )
-            for nbytes, name, implementation in reversed(_served(self._kind, self._row, placement))
+            for nbytes, name, implementation in reversed(served)
         ]  # fmt: skip
 
     def _step(self, count: int) -> _Step:
@@ -168,8 +173,11 @@ class _BySize(Implementation):
     ) -> None:
         """Run one call, with the fewest steps for the smallest calls."""
         if not isinstance(extent, int):
-            assert self._uneven is not None
-            self._uneven(send, recv, extent, root)
+            uneven = self._uneven
+            if self._narrows and place(self._kind.group) != "node":
+                uneven = self._before[-1].implementation.run  # of ``exchange.build_narrowed``
+            assert uneven is not None
+            uneven(send, recv, extent, root)
         elif extent < self._small_end:
             self._run_small(send, recv, extent, root)
         else:
@@ -233,7 +241,7 @@ def _row(kind: CallKind) -> dict[str, Steps]:
 
 
 def _served(
-    kind: CallKind, row: dict[str, Steps], placement: str
+    kind: CallKind, row: dict[str, Steps], placement: str, narrows: bool = False
 ) -> list[tuple[int, str, Implementation]]:
     """Return the available steps, from 0 bytes, each with its implementation. All ranks call.
 
@@ -246,11 +254,16 @@ def _served(
             if route.needs.placement:
                 continue
             route = registry.HOST["exchange"]  # which serves every reduction, in rank order
-        built = route.build(kind)
+        if not narrows or placement == "node":
+            built = route.build(kind)
+        elif route is hierarchical.ROUTE:
+            built = hierarchical.build(kind, exchange.build_narrowed)
+        else:
+            built = exchange.build_narrowed(kind)
         if built is not None:
             compared = built if route.policy.compares_calls else _compared(kind, built)
             found.append((nbytes if found else 0, route.name, compared))
-    return found or _served(kind, row, "apart")
+    return found or _served(kind, row, "apart", narrows)
 
 
 def _split_bytes(row: dict[str, Steps]) -> int:

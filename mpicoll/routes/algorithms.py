@@ -98,7 +98,6 @@ def converted(
 ) -> Run:
     """Build a reduction: convert the elements to the dtype ``other``, ``add``, convert back."""
     primitive, group, _, dtype = kind
-    assert dtype is not None
     me, n = group.rank(), group.size() if primitive.many_in else 1
 
     def to_other(view: View) -> View:

@@ -118,7 +118,7 @@ def _array(at: int, dtype: DType, count: int) -> Array:
 
 def _all_reduce(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tuple[int, _Work]:
     primitive, _, op, dtype = kind
-    assert op is not None and dtype is not None
+    assert op is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, mine = by.wide, len(hierarchy.here), hierarchy.me.place
     along = None
@@ -195,7 +195,7 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tupl
     """Combine on each node the blocks of each rank's rail, then reduce_scatter along the rails."""
     rail, nodes, mine = hierarchy.rail, hierarchy.nodes, hierarchy.me.place
     primitive, _, op, dtype = kind
-    assert rail is not None and op is not None and dtype is not None
+    assert rail is not None and op is not None
     by = _Arithmetic(hierarchy, dtype, op)
     wide, n, itemsize = by.wide, len(hierarchy.here), dtype.itemsize
     along = (build or exchange.build)(CallKind(primitive, rail, by.op, wide)).run
@@ -231,7 +231,6 @@ def _reduce_scatter(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tupl
 def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
     """Copy a chunk on the root's node, send a share along each rail, and gather on other nodes."""
     dtype, rail, me = kind.dtype, hierarchy.rail, hierarchy.me
-    assert dtype is not None
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
         at, root = recv + start * dtype.itemsize, hierarchy.places[call.root]
@@ -256,7 +255,7 @@ def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
 def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
     """Copy the blocks of this node, gather along the rails, and copy the blocks of other nodes."""
     dtype, rail, nodes, me = kind.dtype, hierarchy.rail, hierarchy.nodes, hierarchy.me
-    assert dtype is not None and rail is not None
+    assert rail is not None
     itemsize, element = dtype.itemsize, datatype(dtype)
 
     def work(call: HierarchyCall, send: int, recv: int, start: int, size: int) -> None:
@@ -282,7 +281,7 @@ def _all_gather(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
 def _all_to_all(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
     """Collect the blocks of this node for the ranks of this rail, and exchange them along it."""
     dtype, rail, nodes, q = kind.dtype, hierarchy.rail, hierarchy.nodes, hierarchy.rails
-    assert dtype is not None and rail is not None and kernels is not None
+    assert rail is not None and kernels is not None
     unpack, n, itemsize, element = kernels.unpack, q * len(nodes), dtype.itemsize, datatype(dtype)
 
     def work(call: HierarchyCall, send: Any, recv: Any, start: int, size: int) -> None:

@@ -45,7 +45,6 @@ class Measured(Implementation):
         self, kind: CallKind, usual: Implementation, nodes: Run,
         agree: Callable[[Extent], int] | None = None,
     ) -> None:  # fmt: skip
-        assert kind.dtype is not None
         self._kind, self._usual, self._agree = kind, usual, agree
         self._runs = usual.run, nodes
         many = kind.primitive.many_in or kind.primitive.many_out
@@ -94,7 +93,6 @@ class Measured(Implementation):
     def _choose(self, size: int, seconds: Sequence[Sequence[float]]) -> int:
         """Choose the route whose median is shorter on its slowest rank; return its index."""
         primitive, group, op, dtype = self._kind
-        assert dtype is not None
         medians = np.array([median(each[1:]) for each in seconds])
         group.inner.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
         self._chosen[size] = way = int(medians[1] < medians[0])

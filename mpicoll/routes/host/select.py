@@ -35,7 +35,7 @@ def choose(kind: CallKind, listed: bool = False) -> Implementation:
 
     listed: a side with one array per rank may be a list of buffers instead of one buffer.
     """
-    primitive, _, op, dtype = kind
+    primitive, _, op, _ = kind
     if op is not None and op.op is ReduceOp.PREMUL_SUM:
         # Widened sums use the routes of the narrow dtype: MPI's sums of float32 are not in rank
         # order.
@@ -46,7 +46,6 @@ def choose(kind: CallKind, listed: bool = False) -> Implementation:
         return Implementation(lists.packed(kind, run, lambda count: False) if listed else run)
     if primitive.layout is Layout.EMPTY:
         return _Barrier(kind)
-    assert dtype is not None
     return _implementation(kind, _row(kind), listed, exchange.narrows(kind))
 
 
@@ -138,7 +137,6 @@ class _BySize(Implementation):
     def __init__(self, kind: CallKind, row: dict[str, Steps], narrows: bool) -> None:
         self._kind, self._row, self._narrows = kind, row, narrows
         primitive, group, _, dtype = kind
-        assert dtype is not None
         blocks = group.size() if primitive.many_in or primitive.many_out else 1
         self._block_bytes = dtype.itemsize * blocks
         #: Minimum count for which the placement of the ranks matters, and the steps below it.
@@ -231,7 +229,6 @@ def _smallest(steps: list[_Step], end: int) -> tuple[int, Run]:
 def _named(kind: CallKind) -> str:
     """Return the name in tables for calls of this kind."""
     primitive, _, op, dtype = kind
-    assert dtype is not None
     by_mpi = op is None or (mpi.reducible(op, dtype) and kind.level is None)
     return name_kind(primitive, not by_mpi)
 

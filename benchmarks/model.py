@@ -270,7 +270,7 @@ def by_levels(kind: str, place: Place, m: float, factor: int = 1) -> float:
     def widening(nbytes: float) -> float:
         return moved(nbytes, COPIED, m, q) if factor > 1 else 0.0
 
-    agreement = rail(16, q)
+    agreement = rail(32, q)
     if kind == "all_reduce":
         pieces = ceil(factor * m / min(q * hierarchical.CHUNK, hierarchical.TOGETHER))
         piece = factor * m / pieces

@@ -242,8 +242,8 @@ def _broadcast(hierarchy: Hierarchy, kind: CallKind) -> tuple[int, _Work]:
             puts, gets = [Put(at, size)] * is_root, [Get(root.place, 0, at, size)] * (not is_root)
             call.exchange(dtype, 1, size, puts, gets)
         shares = hierarchy.shares(size, dtype.itemsize)
-        if rail is not None:
-            begin, own = shares[me.place]
+        begin, own = (0, 0) if rail is None else shares[me.place]
+        if rail is not None and own:
             part = memory_at(at + begin * dtype.itemsize, own * dtype.itemsize)
             rail.inner.Bcast([part, own, datatype(dtype)], root.node)
         if me.node != root.node:

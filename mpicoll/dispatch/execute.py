@@ -102,9 +102,7 @@ def _start(
     orders: Sequence[StreamOrder],
     may_inline: bool = True,
 ) -> Work | None:
-    """Run a call as a Work, on the group's progress thread behind pending calls, or inline where
-    ``_should_run_inline``. Wait for it unless ``async_op``.
-    """
+    """Run a call as a Work, behind pending calls or inline. Wait for it unless ``async_op``."""
     for order in orders:
         order.asynchronous = True  # the streams that will use the result are not known yet
     inline = may_inline and async_op and _should_run_inline(call)
@@ -138,6 +136,8 @@ def _should_run_inline(call: _Call) -> bool:
         compares = consistency.is_due(group) or (root == LIST and not group.compared)
         known = None if root == LIST else extent
         return plan.implementation.only_enqueues(known) and not compares
+    if group.size() == 1:  # it waits for no other rank
+        return True
     shared = group.resources.find("shared")
     return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))
 

@@ -180,8 +180,7 @@ def test_ranks_may_mix_synchronous_and_asynchronous_calls(world):
 @pytest.mark.parametrize("per_rank", [0.5, 1, 2])
 def test_async_call_runs_inline_without_spare_processors(world, new_team, monkeypatch, per_rank):
     """Provided that all ranks call in time. With spare processors the progress thread runs it."""
-    processors = set(range(int(per_rank * world.size)))
-    monkeypatch.setattr(shared_segment, "_processors", lambda: processors)
+    monkeypatch.setattr(shared_segment, "_processors", lambda: {*range(int(per_rank * world.size))})
     monkeypatch.setattr(shared, "INLINE_WAIT_S", 20.0)
     team = new_team(f"{per_rank} processors a rank")
     Call("all_reduce", team, by_name["float32"], 5000, ReduceOp.SUM).run()
@@ -192,10 +191,11 @@ def test_async_call_runs_inline_without_spare_processors(world, new_team, monkey
     work = dist.all_reduce(array, group=team.group, async_op=True)
     assert (team.group.worker is None) == (per_rank < 2)
     work.wait()
+    own = dist.new_group([world.me], use_local_synchronization=True)
+    assert dist.all_reduce(array, group=own, async_op=True).wait() and own.worker is None
     if per_rank < 2:
         pass_first_calls(team.group)  # MPI compares them before they begin
-        # The other ranks call synchronously, without an announcement.
-        work = dist.all_reduce(array, group=team.group, async_op=team.me == 0)
+        work = dist.all_reduce(array, group=team.group, async_op=team.me == 0)  # else unannounced
         assert team.group.worker is None and (work is None or work.wait())
         dist.barrier(team.group)
         assert not asks(kind, 5000 + team.me)  # a different call

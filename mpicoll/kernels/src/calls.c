@@ -408,7 +408,7 @@ static int run_viewed(Calls *calls, PyObject *const *args, struct operand *out, 
     }
     const struct operand *given = path.has_input ? in : out;
     const uint64_t sizes = path.even ? count : 0;
-    if (async_op) {
+    if (async_op && path.n > 1) {
         if (!path.all_entered)
             return 0;
         if (!have_all_entered(calls, &path, sizes, root))

@@ -1,18 +1,9 @@
 """Hierarchical collectives on device memory: inside each node, then between nodes.
 
-The ranks of each node are a subgroup with its own route, `peer` or `ipc`. A *rail* is a subgroup of
-one rank per node, which uses `direct` or `staged`: rail i joins the i-th ranks of all nodes. There
-are as many rails as the smallest node has ranks. An all_reduce
-
-1. reduces and scatters in each node: each rail's rank gets a stripe of the sum;
-2. reduces each stripe along its rail, on all rails at once;
-3. gathers in each node.
-
-A node sends only as much data as one rank, spread over the network cards of all its GPUs. (Host:
-`routes/host/hierarchical.py`. Cho, Finkler, Serrano, Kung, Hunter, BlueConnect: decomposing
-all-reduce for deep learning on heterogeneous network hierarchy, IBM J. Research and Development
-63(6), 2019. Singh, Singh, Bhatele, PCCL, The big send-off: high performance collectives on
-GPU-based supercomputers, 2025.)
+The steps and rails are those of `routes/host/hierarchical.py`, except that the ranks of each node
+are a subgroup with its own route, `peer` or `ipc`, and those of each rail one that uses `direct` or
+`staged`. The rails spread the data of a node over the network cards of all its GPUs. (Cho et al.,
+BlueConnect, IBM J. Research and Development 63(6), 2019; Singh et al., The big send-off, 2025.)
 
 All steps run in one stream. The host waits as each step's route requires. Before each chunk, and
 again before its step along the rails, all ranks *synchronize* with an MPI reduction of 40 bytes on

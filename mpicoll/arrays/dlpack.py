@@ -185,9 +185,7 @@ def _open_capsule(array: SupportsDlpack, writable: bool, **stream: int) -> _Dlpa
 
 
 def _to_numpy(array: SupportsDlpack, writable: bool) -> Array:
-    """Return a NumPy array on the memory of a DLPack object on the host, which it keeps alive. It
-    is read-only if the producer reports that.
-    """
+    """Return a NumPy array on the memory of a DLPack object on the host, which it keeps alive."""
     found = _open_capsule(array, writable)
     if found.device[0] not in _HOST_DEVICES:
         raise UnsupportedError(f"the capsule is on {_device_name(*found.device)}")

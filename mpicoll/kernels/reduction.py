@@ -292,9 +292,7 @@ def _format(name: str) -> int:
 
 
 class Loop(NamedTuple):
-    """A loop of the C library: the name of the dtype of its numbers, the index of the operation,
-    and how many numbers make up an element.
-    """
+    """A loop of the C library: dtype of its numbers, operation, numbers per element."""
 
     format: str
     operation: int

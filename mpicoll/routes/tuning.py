@@ -101,9 +101,7 @@ def parse_kind(kind: str) -> tuple[Primitive, bool]:
 
 
 def eligible_routes(kind: str, place: str) -> tuple[str, ...]:
-    """Return the routes that a table may name, in the order of the registry: all that serve a dtype
-    of this kind.
-    """
+    """Return the routes that a table may name: all that serve a dtype of this kind."""
     from mpicoll.routes.host import registry  # loads MPI, which importing this module must not
 
     primitive, others = parse_kind(kind)

@@ -9,12 +9,11 @@ No host waits for a device:
      enqueues its work, and records its event DONE. The hosts exchange again. A rank whose arrays
      were used makes its stream wait for the workers' DONE.
 
-Data is copied once, from array to array, to the rank that receives it. (NCCL 2.28 and PyTorch's
-symmetric memory call these copies CE collectives.) A rank that receives a reduction combines the
-arrays of all ranks in one kernel; in an all_reduce or reduce, each rank combines its share and
-writes it to the arrays of all ranks or the root. If all ranks share a GPU, rank 0 is the only
-worker, because kernels of different processes on a GPU are time-sliced. Elements are combined in
-rank order, once: the same bits on all ranks and on the host.
+Data is copied once, from array to array, to the rank that receives it. A rank that receives a
+reduction combines the arrays of all ranks in one kernel; in an all_reduce or reduce, each rank
+combines its share and writes it to the arrays of all ranks or the root. If all ranks share a GPU,
+rank 0 is the only worker, because kernels of different processes on a GPU are time-sliced. Elements
+are combined in rank order, once: the same bits on all ranks and on the host.
 
 Events are reused in each call. A wait for another process's event waits for its latest record at
 the time of the wait. READY is recorded before the first exchange and waited for before the second,

@@ -134,9 +134,7 @@ class Agreement:
         return self.space.context
 
     def warn(self) -> None:
-        """Warn of ranks that share a GPU while other GPUs are idle, of a GPU that is far from the
-        rank's processors, and of missing routes.
-        """
+        """Warn of ranks that share a GPU while others are idle, far GPUs, and missing routes."""
         me, found, own = self._me, self.capabilities, self.capabilities[self._me]
         far = binding.describe_far_gpu(own, self._used[me])
         texts = [f"rank {me}: {text}" for text in far]

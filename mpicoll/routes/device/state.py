@@ -60,9 +60,7 @@ class RouteState:
 
     @classmethod
     def build(cls, kind: CallKind, agreement: Agreement) -> Implementation | None:
-        """Return the implementation for calls of a kind, with the group's state of this class. The
-        factor of PREMUL_SUM is applied before.
-        """
+        """Return the implementation for calls of a kind, without the factor of PREMUL_SUM."""
         state = next(state for state in agreement.states.values() if isinstance(state, cls))
         space = agreement.space
 

@@ -52,9 +52,7 @@ def narrows(kind: CallKind) -> bool:
 
 
 def build_narrowed(kind: CallKind) -> Implementation:
-    """Return the implementation of sums of float32 whose elements and results are rounded to
-    bfloat16 and sent, and that add up in float32.
-    """
+    """Return the implementation of sums of float32 that are sent as bfloat16."""
     space, narrow = get_space(kind.group), by_name[BFLOAT16]
     add = build(kind._replace(dtype=narrow)).run
     run = algorithms.converted(

@@ -76,10 +76,8 @@ def build(kind: CallKind, along: _Along = None) -> Implementation | None:
     step, work = _BUILDERS[name](hierarchy, kind, *reduces)
 
     def run(send: Contiguous | None, recv: Contiguous, count: int, root: int) -> None:
-        call, source, into = (
-            HierarchyCall(hierarchy, kind, count, root),
-            *map(addresses, (send, recv)),
-        )
+        call = HierarchyCall(hierarchy, kind, count, root)
+        source, into = addresses(send), addresses(recv)
         try:
             for start in range(0, max(count, 1), step):
                 work(call, source, into, start, min(step, count - start))
@@ -151,9 +149,7 @@ def _all_reduce(hierarchy: Hierarchy, kind: CallKind, build: _Along) -> tuple[in
 def _gather(
     call: HierarchyCall, hierarchy: Hierarchy, dtype: DType, at: int, shares: Sequence[Span]
 ) -> None:
-    """Copy the shares of a chunk at an address, which the rails' ranks have, to all ranks of this
-    node.
-    """
+    """Copy the shares of a chunk from the rails' ranks of this node to all its ranks."""
     mine = hierarchy.me.place
     blocks = [Put(at + start * dtype.itemsize, count) for start, count in shares]
     puts = [] if hierarchy.rail is None else [blocks[mine]]

@@ -82,9 +82,7 @@ class Hierarchy:
         return self._memory
 
     def leave(self, alone: bool) -> None:
-        """Make waiting calls of this rank (``alone``) or of all ranks return, because the group has
-        failed.
-        """
+        """Make waiting calls of this rank (``alone``) or all ranks of a failed group return."""
         error = self.group.error
         assert error is not None
         for part in (self._node, self.rail):
@@ -180,9 +178,7 @@ def make_part(group: ProcessGroup, ranks: Sequence[int]) -> ProcessGroup:
 
 @cache
 def _freed_with() -> int:
-    """Return the attribute key (MPI-4.1 section 7.7) of a communicator that is freed with another
-    one.
-    """
+    """Return the attribute key (MPI-4.1 section 7.7) of a communicator freed with another one."""
 
     def free(comm: MPI.Comm, key: int, other: MPI.Comm) -> None:
         other.Free()
@@ -252,9 +248,7 @@ class HierarchyCall:
         raise ApartError
 
     def _compare(self, *numbers: int) -> tuple[bool, bool]:
-        """Return whether all nodes have the same number of the call, 0 if the calls on this node
-        differ, and the same value.
-        """
+        """Return whether all nodes have the same call number (0: calls here differ), and value."""
         self._agreed = True
         if self._hierarchy.rail is None:
             return True, True

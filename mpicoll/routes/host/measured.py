@@ -78,9 +78,7 @@ class Measured(Implementation):
         own[-1] = perf_counter() - begin
 
     def _agree_on(self, extent: Extent) -> int:
-        """Return the count of an all_to_all; -1 if it uses `exchange`, because its blocks differ or
-        were not compared.
-        """
+        """Return the count of an all_to_all; -1 if its blocks differ or were not compared."""
         assert self._agree is not None
         if self._left:
             self._left -= 1

@@ -52,9 +52,7 @@ def choose(kind: CallKind, listed: bool = False) -> Implementation:
 def _implementation(
     kind: CallKind, row: dict[str, Steps], listed: bool = False, narrows: bool = False
 ) -> Implementation:
-    """Return the implementation by a row of the tuning table. listed: see ``choose``; narrows: see
-    ``exchange.narrows``.
-    """
+    """Return the implementation by a row of the table; see ``choose`` and ``exchange.narrows``."""
     if not kind.primitive.even:
         return _ByPlace(kind, row)
     by_size = _BySize(kind, row, narrows)

@@ -41,11 +41,14 @@ def test_defaults_are_complete_and_valid_in_a_file():
 
 
 def test_kinds_without_a_row():
-    """On a node: shared memory. Elsewhere: MPI, or exchange."""
-    for kind in "scan", "exscan of others", "all_to_all":
-        other = "mpi" if kind == "scan" else "exchange"
-        row = {"node": ((0, "shared"),), "nodes": ((0, other),), "apart": ((0, other),)}
-        assert Table().row(kind, 4) == row
+    """The first route that requires the placement, or else the first one."""
+    for kind, *routes in (
+        ("scan", "shared", "mpi", "mpi"),
+        ("exscan of others", "shared", "exchange", "exchange"),
+        ("all_to_all", "shared", "measured", "exchange"),
+    ):
+        row = dict(zip(("node", "nodes", "apart"), routes, strict=True))
+        assert Table().row(kind, 4) == {place: ((0, name),) for place, name in row.items()}
 
 
 def marked(n):

@@ -175,7 +175,7 @@ def init_process_group(
         "exact": also, sums and averages give the same bits for every order and number of ranks.
     wire: the same on all ranks. None is the value of MPICOLL_WIRE, by default "float32".
         "bfloat16": sums and averages of float32 cross the network between nodes as bfloat16, with
-        half the bytes, and add up in float32. On one node nothing changes. Not with reproducible.
+        half the bytes, and add up in float32. Not in shared memory, and not with reproducible.
 
     Returns a context manager, which may be ignored. ``with init_process_group() as group:``
     destroys all groups at the end of the block. After an exception it does not wait for other

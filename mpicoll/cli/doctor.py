@@ -147,7 +147,7 @@ def _to_text(findings: Findings, advice: list[tuple[bool, str]]) -> str:
         lines += ["", "Routes of host arrays"]
         lines += [f"  {name:<34}{route}" for name, route in findings.host.items()]
         if findings.ways:
-            lines += ["", "Measured ways and routes, the fastest first"]
+            lines += ["", "Ways through shared memory, measured, the fastest first"]
             lines += [f"  {name:<34}{ways}" for name, ways in findings.ways.items()]
         lines += ["", "Routes of device arrays"]
         lines += [f"  {name:<34}{route}" for name, route in findings.device.items()]
@@ -390,7 +390,7 @@ def _measure_ways(group: ProcessGroup) -> Routes:
             dist.all_reduce(whole)
             dist.all_gather_single(whole[: block.size * group.size()], block)
     shared = group.resources.find("shared")
-    return shared.ways.describe() if shared else group.resources.find("measured") or {}
+    return shared.ways.describe() if shared else {}
 
 
 #: Number of calls after which a way is chosen (``kernels/src/choice.c``), and its result exchanged:

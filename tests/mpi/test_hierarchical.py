@@ -464,6 +464,22 @@ def test_destroyed_groups_release_communicators_and_memory(patch, world, monkeyp
 
 
 @needs_shared_memory
+def test_interruption_between_two_steps_fails_the_group(patch, new_team, monkeypatch):
+    put(patch, "block")
+    use_route(monkeypatch, "hierarchical", "nodes")
+    team = new_team("interrupted")
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hierarchical, "_gather", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dist.all_reduce(np.ones(3000, np.float32), group=team.group)
+    with pytest.raises(dist.DistBackendError, match="signal handler raised KeyboardInterrupt"):
+        dist.barrier(team.group)
+
+
+@needs_shared_memory
 def test_serialized_mpi(patch, new_team):
     """Communicators derived from a serialized communicator are also serialized."""
     put(patch, "round robin")

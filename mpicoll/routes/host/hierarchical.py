@@ -83,6 +83,9 @@ def build(kind: CallKind, along: _Along = None) -> Implementation | None:
                 work(call, source, into, start, min(step, count - start))
         except ApartError:
             raise call.mismatch() from None
+        except (KeyboardInterrupt, SystemExit) as error:  # of a signal handler, between two steps
+            kind.group.fail_after_signal(error)
+            raise
 
     return AllToAll(hierarchy, kind, run) if name == "all_to_all" else Implementation(run)
 

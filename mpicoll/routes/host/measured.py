@@ -92,7 +92,7 @@ class Measured(Implementation):
         """Choose the route whose median is shorter on its slowest rank; return its index."""
         primitive, group, op, dtype = self._kind
         medians = np.array([median(each[1:]) for each in seconds])
-        group.inner.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)
+        group.tested.Allreduce(MPI.IN_PLACE, medians, MPI.MAX)  # a signal fails the group
         self._chosen[size] = way = int(medians[1] < medians[0])
         if plan := group.plans.get((primitive, dtype, op)):
             plan.fast_path_registered = False  # the next call registers this size class
@@ -112,7 +112,7 @@ class Measured(Implementation):
                 end_count=min(call.end_count, -(-(1 << size) // self._block_bytes)),
             )
             for call in self._usual.native_calls() or ()
-            for size, way in self._chosen.items()
+            for size, way in list(self._chosen.items())  # another thread may add one
             if way == 0
         ]
 

@@ -128,9 +128,7 @@ class _Step(NamedTuple):
 
 
 class _BySize(Implementation):
-    """Implementation that selects the route by block size. Calls with different block sizes use the
-    first route that supports them.
-    """
+    """Selects the route by block size; if block sizes differ, the first one that supports them."""
 
     def __init__(self, kind: CallKind, row: dict[str, Steps], narrows: bool) -> None:
         self._kind, self._row, self._narrows = kind, row, narrows

@@ -25,9 +25,7 @@ from mpicoll.kernels.library import kernels
 
 
 class Peers(NamedTuple):
-    """The processes of a group's ranks: by rank, process ids, random words and their addresses;
-    and this process's copy of the words.
-    """
+    """By rank: process ids, random words and their addresses; this process's copy of the words."""
 
     pids: Any
     words: Any

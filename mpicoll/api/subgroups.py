@@ -68,8 +68,8 @@ def new_group(
     use_local_synchronization: if True, only members need to call. Other ranks that call get None.
     device_id: ignored.
     sort_ranks: if True, order the members by global rank. If False, keep the order of ``ranks``.
-    reproducible, wire: as in init_process_group; None is that of the default group. The same on all
-        members.
+    reproducible, wire: as in init_process_group, the same on all members. None is the value of the
+        default group.
 
     Returns the group, or GroupMember.NON_GROUP_MEMBER on a rank that is not a member.
 

@@ -115,7 +115,7 @@ class Bench:
     options: argparse.Namespace
     comm: MPI.Intracomm  # a private communicator of all ranks
     memory: Memory  # of the arrays
-    others: Mapping[str, Other]  # the other libraries and routes to compare with, by name
+    others: Mapping[str, Other]  # libraries and routes to compare with, by name
     notes: Sequence[str] = ()  # lines for the header
 
     def __post_init__(self) -> None:

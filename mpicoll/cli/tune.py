@@ -284,7 +284,7 @@ def _find_usual(steps: Steps, size: int, routes: Collection[str]) -> str | None:
 def describe_changes(
     kind: str, figures: Figures, default: Steps, steps: Steps, last: int
 ) -> list[str]:
-    """Return a line, with the mean speedup, for each range of sizes with another route."""
+    """Describe each range of sizes with another route, with its mean speedup, in one line."""
     sizes, lines = sorted(figures), []
     routes = [(_find_usual(default, s, figures[s]), route_at(steps, s)) for s in sizes]
     for (was, now), same in groupby(zip(sizes, routes, strict=True), itemgetter(1)):

@@ -64,7 +64,7 @@ class SegmentTable(NamedTuple):
 class Implementation:
     """The functions of a route for one kind of call in one group.
 
-    A route that supports more than these functions overrides the other methods.
+    A route that supports more than ``run`` overrides further methods.
 
     run: runs one call on contiguous buffers. ``send`` is None if the call is in place or this rank
          sends nothing; ``recv`` is None if this rank receives nothing.
@@ -161,7 +161,7 @@ class Plan:
     even:      block counts are equal on all ranks and part of the signature.
     compares:  in a group that compares every call, the implementation does it.
     fast_path_registered: the group has the native calls that are known, or there are none.
-    native_calls: those that the group has.
+    native_calls: the native calls that the group has.
     """
 
     __slots__ = (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpicoll import control_messages, settings
 from mpicoll.errors import ArgumentError, MismatchError
+from mpicoll.machine import ranks_by_value
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -75,7 +76,7 @@ def agree(comm: MPI.Intracomm, options: Reductions, where: str) -> None:
     """
     everyone = control_messages.allgather(comm, options, Reductions)
     for name, values in zip(_SETTINGS, zip(*everyone, strict=True), strict=True):
-        by_value = {each: [r for r, one in enumerate(values) if one == each] for each in values}
+        by_value = ranks_by_value(values)
         if len(by_value) > 1:
             listed = (
                 f"{each!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

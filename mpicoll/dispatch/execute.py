@@ -136,7 +136,7 @@ def _should_run_inline(call: _Call) -> bool:
         compares = consistency.is_due(group) or (root == LIST and not group.compared)
         known = None if root == LIST else extent
         return plan.implementation.only_enqueues(known) and not compares
-    if group.size() == 1:  # it waits for no other rank
+    if group.size() == 1:  # the call does not wait
         return True
     shared = group.resources.find("shared")
     return bool(shared and shared.should_run_inline(with_root(plan.kind, root), sizes))

@@ -46,7 +46,7 @@ class Options(Backend.Options):  # type: ignore[misc]
 
 
 class GroupOptions(Backend.Options):  # type: ignore[misc]
-    """Options of a group: those of Options, backend, ranks, and the timeout, which can be set."""
+    """As Options, with the backend, the ranks, and the timeout of a group, which can be set."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group.backend, _get_timeout(group))

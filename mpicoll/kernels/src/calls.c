@@ -108,7 +108,7 @@ typedef struct {
     size_t n_paths;
 } Calls;
 
-/* Returns the elements of a block; for a list, of the single array on the opposite side. */
+/* Returns the elements of a block. If it is a list: of the single array on the opposite side. */
 static size_t count_of(const struct fast_path *path, const struct operand *out,
                        const struct operand *in)
 {

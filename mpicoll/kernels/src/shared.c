@@ -577,7 +577,7 @@ static int wait_for_slot(struct mpicoll_shared *shared, uint32_t round, uint32_t
     return 1;
 }
 
-/* As mpicoll_round_begin, in a call whose slots are those of a ring. */
+/* As mpicoll_round_begin, in a call that uses the slots of a ring. */
 static int begin(struct mpicoll_shared *shared, uint32_t number, uint64_t signature, uint64_t count,
                  uint32_t note, int lazy, enum ring ring)
 {

@@ -1,9 +1,9 @@
 """Hierarchical collectives on device memory: inside each node, then between nodes.
 
-The steps and rails are those of `routes/host/hierarchical.py`, except that the ranks of each node
-are a subgroup with its own route, `peer` or `ipc`, and those of each rail one that uses `direct` or
-`staged`. The rails spread the data of a node over the network cards of all its GPUs. (Cho et al.,
-BlueConnect, IBM J. Research and Development 63(6), 2019; Singh et al., The big send-off, 2025.)
+Steps and rails are as in `routes/host/hierarchical.py`, except that the ranks of each node are a
+subgroup with its own route, `peer` or `ipc`, and the ranks of each rail a subgroup that uses
+`direct` or `staged`. The rails use the network cards of all GPUs. (Cho et al., BlueConnect, IBM J.
+Research and Development 63(6), 2019; Singh et al., The big send-off, 2025.)
 
 All steps run in one stream. The host waits as each step's route requires. Before each chunk, and
 again before its step along the rails, all ranks *synchronize* with an MPI reduction of 40 bytes on

@@ -105,7 +105,7 @@ class Measured(Implementation):
         return way
 
     def native_calls(self) -> Sequence[NativeCall]:
-        """Return those of MPI's own call, for the classes for which it was chosen."""
+        """Return the native calls of MPI in the classes in which MPI was chosen."""
         return [
             call._replace(
                 min_count=-(-(1 << size >> 1) // self._block_bytes),
@@ -118,7 +118,7 @@ class Measured(Implementation):
 
 
 def _build(kind: CallKind) -> Implementation | None:
-    """Return the implementation, or None where there is no choice. All ranks call."""
+    """Return the implementation; None without `hierarchical`. All ranks call."""
     nodes = None if job.choose == "0" else hierarchical.build(kind)
     if isinstance(nodes, hierarchical.AllToAll):
         return Measured(kind, nodes.other, nodes.move, nodes.agree)
